@@ -1,0 +1,114 @@
+"""Where rows and findings also go while training. A sink is any callable that takes a finding.
+
+A sink may also have ``open(tensors, attributes)``, called when a run begins, ``write(record)``, called with each sampled
+step, and ``close()``, called when the run ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import Any
+
+from keras_gradwatch.records import Finding, StepRecord, TensorInfo
+
+Sink = Callable[[Finding], object]
+
+
+class SinkSet:
+    """Sinks called together, none of which can disturb the training run.
+
+    A sink that raises is closed and not called again until the next :meth:`open`; one ``RuntimeWarning`` says so.
+    The set is a sink itself.
+
+    Args:
+        sinks: called in this order.
+
+    Raises:
+        TypeError: if one of them is not callable.
+
+    Example:
+        >>> findings = []
+        >>> sinks = SinkSet([findings.append])
+        >>> sinks.open((), {})
+        >>> sinks(Finding(finding="vanishing", layer="dense", first_step=1, last_step=9, message="falls by 10^6"))
+        >>> sinks.close()
+        >>> findings[0].layer
+        'dense'
+    """
+
+    def __init__(self, sinks: Iterable[Sink]) -> None:
+        self._sinks = tuple(sinks)
+        self._active = list(self._sinks)
+        for sink in self._sinks:
+            if not callable(sink):
+                raise TypeError(
+                    f"Received {sink!r} of type {type(sink).__name__} among the sinks. Expected callables that take a "
+                    "finding. Pass a sink of keras_gradwatch.sinks, or a function of one argument."
+                )
+
+    def open(self, tensors: tuple[TensorInfo, ...], attributes: Mapping[str, Any]) -> None:
+        """Begin a run: every sink gets a new chance.
+
+        Args:
+            tensors: the weights and inputs watched, in network order.
+            attributes: what ``history.attrs`` will hold.
+        """
+        self._active = list(self._sinks)
+        self._each("open", tensors, attributes)
+
+    def write(self, record: StepRecord) -> None:
+        """Hand a sampled step to the sinks that take steps."""
+        self._each("write", record)
+
+    def __call__(self, finding: Finding) -> None:
+        """Hand a finding to every sink."""
+        self._each("__call__", finding)
+
+    def close(self) -> None:
+        """End the run."""
+        self._each("close")
+
+    def _each(self, method: str, *arguments: object) -> None:
+        for sink in self._active:
+            try:
+                _method(sink, method)(*arguments)
+            except Exception as error:
+                self._disable(sink, method, error)
+
+    def _disable(self, sink: Sink, method: str, error: Exception) -> None:
+        self._active = [other for other in self._active if other is not sink]
+        if method not in ("open", "close"):
+            # What was written before the error should stay readable. The user hears of the first error only.
+            with contextlib.suppress(Exception):
+                _method(sink, "close")()
+        warnings.warn(
+            f"The sink {_name(sink)} raised {type(error).__name__} in {method}: {error}. Training goes on, and history "
+            "and findings stay complete, but this sink gets nothing more in this run. Mend it, or take it out of sinks.",
+            RuntimeWarning,
+            stacklevel=_stacklevel(sys._getframe()),
+        )
+
+
+def _method(sink: Sink, name: str) -> Callable[..., object]:
+    """The method, or one that does nothing: a plain function is a sink and has no ``open``, ``write`` or ``close``."""
+    return getattr(sink, name, lambda *arguments: None)
+
+
+def _name(sink: Sink) -> str:
+    return getattr(sink, "__qualname__", type(sink).__name__)
+
+
+def _stacklevel(frame: FrameType) -> int:
+    """The stacklevel that points a warning issued in ``frame`` at the user's line, such as ``model.fit(…)``."""
+    level, caller = 1, frame
+    while caller.f_back is not None and _package(caller) in ("keras_gradwatch", "keras"):
+        level, caller = level + 1, caller.f_back
+    return level
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
