@@ -113,8 +113,8 @@ def parse_check_schedule(check_freq: int | str | None) -> Schedule:
 
     Args:
         check_freq: N ≥ 1 for step 1 and every N steps; ``"epoch"`` for the first step of the run and of every epoch;
-            ``"start"`` for the first step only; ``"auto"`` for as often as 2 % of the training time allows; ``None`` for
-            never.
+            ``"start"`` for the first step only; ``"auto"`` for as often as 2 % of the training time allows;
+            ``None`` for never.
 
     Returns:
         The schedule.

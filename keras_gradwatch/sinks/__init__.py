@@ -1,7 +1,7 @@
 """Where rows and findings also go while training. A sink is any callable that takes a finding.
 
-A sink may also have ``open(tensors, attributes)``, called when a run begins, ``write(record)``, called with each sampled
-step, and ``close()``, called when the run ends.
+A sink may also have ``open(tensors, attributes)``, called when a run begins, ``write(record)``, called with each
+sampled step, and ``close()``, called when the run ends.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class SinkSet:
             with contextlib.suppress(Exception):
                 _method(sink, "close")()
         warnings.warn(
-            f"The sink {_name(sink)} raised {type(error).__name__} in {method}: {error}. Training goes on, and history "
-            "and findings stay complete, but this sink gets nothing more in this run. Mend it, or take it out of sinks.",
+            f"The sink {_name(sink)} raised {type(error).__name__} in {method}: {error}. Training goes on and "
+            "the history stays complete, but this sink gets nothing more in this run. Mend it, or take it out of sinks.",
             RuntimeWarning,
             stacklevel=_stacklevel(sys._getframe()),
         )
