@@ -1,0 +1,160 @@
+"""Histories kept in files: CSV and Parquet, read back with the dtypes and the network order they had."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TextIO, cast
+
+import pandas as pd
+
+from keras_gradwatch._optional import require
+from keras_gradwatch.records import VERDICTS
+from keras_gradwatch.schema import ROLES, SCHEMA, categorical
+
+_Path = str | os.PathLike[str]
+
+_NAMES = tuple(column.name for column in SCHEMA)
+_CAN_MISS = tuple(column.name for column in SCHEMA if column.dtype == "float64" or column.name == "check")
+_HEADER = "# keras_gradwatch "
+#: What a file that is not a history makes pandas, pyarrow, gzip or json raise.
+_BROKEN = (ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError, OSError, EOFError, zlib.error)
+
+
+def write_history(frame: pd.DataFrame, path: _Path) -> None:
+    """Keep a history frame in a file that :func:`read_history` gives back whole.
+
+    Args:
+        frame: a history frame.
+        path: ends in ``.csv``, ``.csv.gz`` or ``.parquet``. CSV holds ``frame.attrs`` in a first line after ``#``.
+
+    Raises:
+        ValueError: the path ends in something else.
+        ModuleNotFoundError: the path ends in ``.parquet`` and pyarrow is not installed.
+        OSError: the file cannot be written.
+    """
+    if _file_format(path) == "parquet":
+        require("pyarrow", "parquet")
+        frame.to_parquet(path, index=False, engine="pyarrow")
+        return
+    with _open_text(path, "wt") as file:
+        # One line whatever it holds: JSON escapes the line ends inside strings.
+        file.write(f"{_HEADER}{json.dumps(frame.attrs)}\n")
+        frame.to_csv(file, index=False, lineterminator="\n")
+
+
+def read_history(path: _Path) -> pd.DataFrame:
+    """A history from a file, with the dtypes and the network order it had in the run.
+
+    Reads what :func:`write_history` wrote, and what ``frame.to_csv`` or ``frame.to_parquet`` wrote as well. Nothing in
+    the file is executed. CSV does not keep the categories: layers are ordered by depth, tensors as they first appear.
+
+    Args:
+        path: ends in ``.csv``, ``.csv.gz`` or ``.parquet``.
+
+    Returns:
+        The history frame; columns that are not in the schema are kept at its end. ``attrs`` are empty for a CSV file
+        without our first line.
+
+    Raises:
+        ValueError: the path ends in something else, or the content is not a history.
+        ModuleNotFoundError: the path ends in ``.parquet`` and pyarrow is not installed.
+        OSError: the file cannot be opened.
+    """
+    read = _read_csv
+    if _file_format(path) == "parquet":
+        require("pyarrow", "parquet")
+        read = _read_parquet
+    with Path(path).open("rb"):
+        pass  # a missing or forbidden file is told in the system's own words, not as a foreign one
+    try:
+        return _conformed(read(path))
+    except _BROKEN as error:
+        raise ValueError(
+            f"{os.fspath(path)!r} holds no gradient history: {error}. Expected a table with the columns "
+            f"{', '.join(_NAMES)}. Write one with watch.history.to_csv(path) or watch.history.to_parquet(path)."
+        ) from error
+
+
+def _file_format(path: _Path) -> Literal["csv", "parquet"]:
+    name = os.fspath(path).lower()
+    if name.endswith(".parquet"):
+        return "parquet"
+    if name.endswith((".csv", ".csv.gz")):
+        return "csv"
+    raise ValueError(
+        f"{os.fspath(path)!r} has no known ending. Expected .csv, .csv.gz or .parquet. Name the file after its format."
+    )
+
+
+def _open_text(path: _Path, mode: Literal["rt", "wt"]) -> TextIO:
+    # newline="" leaves line ends inside quoted names alone; utf-8-sig also reads what a spreadsheet saved.
+    encoding = "utf-8-sig" if mode == "rt" else "utf-8"
+    opener = gzip.open if os.fspath(path).lower().endswith(".gz") else open
+    return cast(TextIO, opener(path, mode, encoding=encoding, newline=""))
+
+
+def _read_parquet(path: _Path) -> pd.DataFrame:
+    return pd.read_parquet(path, engine="pyarrow").reset_index(drop=True)
+
+
+def _read_csv(path: _Path) -> pd.DataFrame:
+    # Names come back as they are: a layer may well be called "None" or "NA". Only numbers and verdicts can be missing.
+    missing = {name: ["", "NaN", "nan"] for name in _CAN_MISS}
+    dtypes: Any = {column.name: "str" if column.dtype == "category" else column.dtype for column in SCHEMA}
+    with _open_text(path, "rt") as file:
+        attributes = _attributes(file)
+        frame = pd.read_csv(file, dtype=dtypes, na_values=missing, keep_default_na=False, float_precision="round_trip")
+    frame.attrs.update(attributes)
+    return frame.drop(columns="Unnamed: 0", errors="ignore")  # the index, which to_csv writes unless told otherwise
+
+
+def _attributes(file: TextIO) -> dict[str, Any]:
+    """What our first line says, leaving the file at the first line of the table."""
+    first = file.readline()
+    if first.startswith(_HEADER):
+        return dict(json.loads(first.removeprefix(_HEADER)))
+    file.seek(0)
+    return {}
+
+
+def _conformed(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with the columns of the schema first, in their order and dtypes."""
+    absent = [name for name in _NAMES if name not in frame.columns]
+    if absent:
+        raise ValueError(f"it lacks the columns {', '.join(absent)}")
+    frame = frame[[*_NAMES, *(name for name in frame.columns if name not in _NAMES)]]
+    plain: Any = {column.name: column.dtype for column in SCHEMA if column.dtype != "category"}
+    frame = frame.astype(plain)
+    return frame.assign(
+        layer=_recast(frame["layer"], _layers_in_order(frame)),
+        tensor=_recast(frame["tensor"], _in_order(frame["tensor"])),
+        role=_recast(frame["role"], ROLES),
+        check=_recast(frame["check"], VERDICTS),
+    )
+
+
+def _in_order(names: pd.Series[Any]) -> list[str]:
+    """Names in the order of their categories, or by first appearance: network order, since rows of a step are in it."""
+    if isinstance(names.dtype, pd.CategoricalDtype):
+        return [str(name) for name in names.cat.categories]
+    return [str(name) for name in names.dropna().unique()]
+
+
+def _layers_in_order(frame: pd.DataFrame) -> list[str]:
+    layers = _in_order(frame["layer"])
+    if isinstance(frame["layer"].dtype, pd.CategoricalDtype):
+        return layers
+    depths = frame.groupby("layer", sort=False)["depth"].min()
+    return sorted(layers, key=lambda layer: int(depths[layer]))
+
+
+def _recast(values: pd.Series[Any], categories: Sequence[str]) -> pd.Series[Any]:
+    unknown = [name for name in _in_order(values) if name not in categories]
+    if unknown:
+        raise ValueError(f"column {values.name!r} holds {', '.join(unknown)}, and not only {', '.join(categories)}")
+    return values.astype(categorical(categories))
