@@ -1,0 +1,331 @@
+"""Watches training steps from inside ``fit``: the gradients the optimizer really received, and the batch they came from.
+
+``model.train_function`` is replaced by a dispatcher. On a step that a listener wants tracked, the dispatcher calls an
+instrumented copy of the user's own ``train_step``, whose logs carry a few numbers per weight out of the compiled step; on
+every other step it calls the user's function, untouched. The real step runs exactly once either way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from keras_gradwatch.records import Float64Array
+
+#: Weights of more elements than this in total are not handed out as ``previous_weights``: they would double in memory.
+KEEP_WEIGHTS_LIMIT = 50_000_000
+
+#: The dispatcher is kept on the function it stands in for, not on the model: it lives as long as that function does, and the
+#: next ``fit`` finds the instrumented function already traced.
+_CACHE = "_keras_gradwatch_dispatcher"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a listener wants of the coming step.
+
+    Attributes:
+        track: gradient statistics of the step.
+        batch: the batch, before and after the step.
+    """
+
+    track: bool = False
+    batch: bool = False
+
+    def __or__(self, other: Request) -> Request:
+        """What satisfies both."""
+        return Request(track=self.track or other.track, batch=self.batch or other.batch)
+
+
+class Listener(Protocol):
+    """Whoever follows a training run. Steps are the optimizer steps one by one, counted from 1 since it was attached.
+
+    An exception raised here reaches the caller of ``fit``; the model is left as it should be.
+    """
+
+    def wants(self, step: int) -> Request:
+        """What to provide for the coming step.
+
+        Asked before the step runs, for all steps of a ``steps_per_execution`` block before its first; must be cheap. The
+        data may end inside a block, and a step that did not run is asked about again.
+        """
+        ...
+
+    def before_step(self, step: int, batch: Any) -> None:
+        """A step that wants its batch is about to run; no weight has moved yet.
+
+        ``batch`` is what ``train_step`` will see: ``(x, y)`` or ``(x, y, sample_weight)``, class weights folded in.
+        """
+        ...
+
+    def after_step(self, step: int, captured: CapturedStep | None) -> None:
+        """The step has run. ``captured`` is ``None`` when it was not asked to be tracked."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedStep:
+    """What was seen of one training step.
+
+    The gradients are those handed to the optimizer: loss scale divided out, before clipping, and of each micro-batch alone
+    under gradient accumulation. A variable that is updated more than once in a step is listed once, with the gradient of
+    the last time and the update of the whole step.
+
+    Attributes:
+        variables: Keras variables in the order in which the optimizers received them; empty when the train_step called no
+            Keras optimizer that could be seen.
+        statistics: shape ``[V, len(STATISTICS)]``, float64.
+        connected: shape ``[V]``, False where the gradient is None (its row is NaN but for ``weight_norm``).
+        loss: this batch's own loss; ``None`` when the train_step computed none that could be seen.
+        previous_weights: tensors of ``variables`` from before the step; ``None`` when they are larger than
+            :data:`KEEP_WEIGHTS_LIMIT` in total.
+        batch: what ``train_step`` saw, when it was asked for.
+    """
+
+    variables: tuple[Any, ...]
+    statistics: Float64Array
+    connected: tuple[bool, ...]
+    loss: float | None
+    previous_weights: Sequence[Any] | None
+    batch: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """An instance attribute that stands in for a method while a tracked step runs."""
+
+    owner: Any
+    name: str
+    replacement: Any
+
+
+class Capture:
+    """A listener's place in the training of one model. Several may watch the same model.
+
+    A ``fit`` that dies leaves its callbacks without ``on_train_end``. Two signs tell the dispatcher that a capture is left
+    over from such a run, and it is dropped before it sees another step: the model has a new ``History`` (each ``fit`` makes
+    one), or the capture was told of batches through :meth:`begin_batch` and was not told of this one. A loop of
+    ``train_on_batch`` that never calls :meth:`begin_batch` is followed until :meth:`detach`.
+    """
+
+    def __init__(self, model: Any, listener: Listener, dispatcher: _Dispatcher) -> None:
+        self.listener = listener
+        self._dispatcher = dispatcher
+        self._steps_before = dispatcher.steps
+        self._history = getattr(model, "history", None)
+        self._batches_announced = False
+        self._batch_begun = False
+
+    @classmethod
+    def attach(cls, model: Any, listener: Listener) -> Capture:
+        """Start watching: from now on the listener is asked about every training step of the model.
+
+        Args:
+            model: a compiled Keras model. To be called when training begins, after ``compile``.
+            listener: follows the run. Attached anew, it starts counting from 1 again.
+
+        Returns:
+            The capture to detach when training ends.
+
+        Raises:
+            RuntimeError: the Keras backend is not supported yet.
+        """
+        dispatcher = _dispatcher_of(model)
+        capture = cls(model, listener, dispatcher)
+        dispatcher.add(capture)
+        return capture
+
+    def detach(self) -> None:
+        """Stop watching. The last one to leave puts the model's own ``train_function`` back. May be called twice."""
+        self._dispatcher.remove(self)
+
+    def begin_batch(self) -> None:
+        """Say that this run is alive and the next call of the train function belongs to it (``on_train_batch_begin``)."""
+        self._batches_announced = self._batch_begun = True
+
+    @property
+    def steps_seen(self) -> int:
+        """Number of training steps since attaching."""
+        return self._dispatcher.steps - self._steps_before
+
+    def take_orphaned(self) -> bool:
+        """Whether the coming call belongs to another run; the announcement of this batch is used up."""
+        announced, self._batch_begun = self._batch_begun, False
+        new_fit = getattr(self._dispatcher.model, "history", None) is not self._history
+        return new_fit or (self._batches_announced and not announced)
+
+
+class _Dispatcher:
+    """Stands in for a model's ``train_function``: decides for each step which function runs, and tells the listeners."""
+
+    def __init__(self, model: Any, original: Callable[[Any], Any]) -> None:
+        self.model = model
+        self.steps = 0
+        self._original = original
+        self._backend = _step_backend()
+        self._tracked: Any = None
+        self._captures: tuple[Capture, ...] = ()
+
+    def add(self, capture: Capture) -> None:
+        """Let one more listener in; a place it still holds from an earlier run is given up."""
+        self._captures = (*(other for other in self._captures if other.listener is not capture.listener), capture)
+        self.model.train_function = self
+
+    def remove(self, capture: Capture) -> None:
+        """Let a listener go."""
+        self._keep([other for other in self._captures if other is not capture])
+
+    def _keep(self, captures: Sequence[Capture]) -> None:
+        self._captures = tuple(captures)
+        if not captures and self.model.train_function is self:
+            self.model.train_function = self._original
+
+    def __call__(self, iterator: Any) -> Any:
+        """One call of Keras' train function: one step, or a block of ``steps_per_execution`` of them."""
+        orphaned = [capture for capture in self._captures if capture.take_orphaned()]
+        if orphaned:
+            self._keep([capture for capture in self._captures if capture not in orphaned])
+        if not self._captures:
+            return self._original(iterator)
+        count = int(self.model.steps_per_execution)
+        plan = [_Plan.of(self._captures, offset) for offset in range(1, count + 1)]
+        if not any(one.total.track or one.total.batch for one in plan):
+            return self._run_untouched(iterator, plan)
+        if count == 1 and not plan[0].total.batch:
+            return self._run_one(plan[0], iterator, None)
+        return self._run_one_by_one(iterator, plan)
+
+    def _run_untouched(self, iterator: Any, plan: Sequence[_Plan]) -> Any:
+        """The user's own function; the data may end before the block does."""
+        updates_before = self._backend.updates_done(self.model) if len(plan) > 1 else None
+        logs = self._original(iterator)
+        ran = len(plan) if updates_before is None else self._backend.updates_done(self.model) - updates_before
+        for one in plan[:ran]:
+            self._announce(one, None)
+        return logs
+
+    def _run_one_by_one(self, iterator: Any, plan: Sequence[_Plan]) -> Any:
+        """Each step of the block on its own batch, pulled when its turn comes; ends with the data or a stop."""
+        logs = None
+        for one, batch in zip(plan, self._backend.batches(iterator), strict=False):
+            logs = self._run_one(one, [batch], batch)
+            if self.model.stop_training:
+                break
+        if logs is None:
+            raise StopIteration  # What Keras' own function does when there is no batch left.
+        return logs
+
+    def _run_one(self, plan: _Plan, iterator: Any, batch: Any) -> Any:
+        for capture, request in plan.requests:
+            if request.batch:
+                capture.listener.before_step(capture.steps_seen + 1, batch)
+        if plan.total.track:
+            logs, captured = self._run_tracked(iterator)
+        else:
+            logs, captured = self._original(iterator), None
+        self._announce(plan, captured, batch)
+        return logs
+
+    def _announce(self, plan: _Plan, captured: CapturedStep | None, batch: Any = None) -> None:
+        self.steps += 1
+        for capture, request in plan.requests:
+            seen = replace(captured, batch=batch if request.batch else None) if captured and request.track else None
+            capture.listener.after_step(capture.steps_seen, seen)
+
+    def _run_tracked(self, iterator: Any) -> tuple[Any, CapturedStep]:
+        if self._tracked is None:
+            self._tracked = self._backend.TrackedStep(self.model)
+        with _patched(self._tracked.patches):
+            logs = self._tracked.function(iterator)
+        return self._tracked.open(logs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What each listener wants of one coming step, and what satisfies them all."""
+
+    requests: tuple[tuple[Capture, Request], ...]
+    total: Request
+
+    @classmethod
+    def of(cls, captures: Iterable[Capture], offset: int) -> _Plan:
+        requests = tuple((capture, capture.listener.wants(capture.steps_seen + offset)) for capture in captures)
+        total = Request()
+        for _, request in requests:
+            total = total | request
+        return cls(requests, total)
+
+
+def _dispatcher_of(model: Any) -> _Dispatcher:
+    """The dispatcher in place, or the one last used for the model's current train function, or a new one."""
+    if isinstance(model.train_function, _Dispatcher):
+        return model.train_function
+    if model.train_function is None:
+        model.make_train_function()
+    original = model.train_function
+    cached = getattr(original, _CACHE, None)
+    if isinstance(cached, _Dispatcher):
+        return cached
+    dispatcher = _Dispatcher(model, original)
+    with contextlib.suppress(
+        AttributeError
+    ):  # A callable that takes no attributes costs a second trace in the next fit.
+        setattr(original, _CACHE, dispatcher)
+    return dispatcher
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """Every Keras optimizer that the model or a part of it holds in an attribute, a list or a dict.
+
+    The optimizer inside a ``LossScaleOptimizer`` is left out: it sees gradients only inside a branch.
+    """
+    import keras
+
+    found: dict[int, Any] = {}
+    pending = [vars(layer) for layer in model._flatten_layers()]
+    while pending:
+        for value in _items(pending.pop()):
+            if isinstance(value, keras.optimizers.Optimizer):
+                found[id(value)] = value
+            elif isinstance(value, dict | list | tuple):
+                pending.append(value)
+    return list(found.values())
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return list(container.values()) if isinstance(container, dict) else container
+
+
+@contextlib.contextmanager
+def _patched(patches: Iterable[Patch]) -> Iterator[None]:
+    """Puts replacements into instance dictionaries, past attribute tracking, and takes every one out again."""
+    before = [(patch, patch.owner.__dict__.get(patch.name, _ABSENT)) for patch in patches]
+    try:
+        for patch, _ in before:
+            patch.owner.__dict__[patch.name] = patch.replacement
+        yield
+    finally:
+        for patch, value in before:
+            if value is _ABSENT:
+                patch.owner.__dict__.pop(patch.name, None)
+            else:
+                patch.owner.__dict__[patch.name] = value
+
+
+_ABSENT = object()
+
+
+def _step_backend() -> Any:
+    """The module that knows how the current Keras backend runs a training step."""
+    import keras
+
+    name = keras.backend.backend()
+    if name != "tensorflow":
+        raise RuntimeError(
+            f"GradWatch cannot follow training on the Keras backend {name!r} yet: only 'tensorflow' is supported. "
+            "Set KERAS_BACKEND=tensorflow before importing keras, or use check_gradients, which does not train."
+        )
+    return importlib.import_module("keras_gradwatch.backends.tensorflow_step")

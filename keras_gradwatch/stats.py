@@ -1,0 +1,97 @@
+"""Per-tensor statistics of a gradient: what is summed on the device, and what the sums mean. Pure NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_gradwatch.records import STATISTICS, Float64Array, Int64Array
+
+#: What a backend sums per tensor inside the compiled step, in column order. Six numbers are all that leaves the device;
+#: everything that needs a root, a quotient or a convention happens here, once for all backends.
+REDUCTIONS = (
+    "gradient_square_sum",
+    "gradient_absmax",
+    "nonzero_count",
+    "nonfinite_count",
+    "weight_square_sum",
+    "update_square_sum",
+)
+
+
+def statistics_from_reductions(
+    reductions: npt.ArrayLike, sizes: npt.ArrayLike, connected: npt.ArrayLike
+) -> Float64Array:
+    """The statistics of all tensors of one step.
+
+    Args:
+        reductions: shape ``[V, len(REDUCTIONS)]``, sums over the elements of each tensor; NaN counts as non-zero.
+        sizes: shape ``[V]``, number of elements of each tensor. A sparse gradient counts its missing rows as zeros.
+        connected: shape ``[V]``, False where the gradient is None.
+
+    Returns:
+        Float64 array of shape ``[V, len(STATISTICS)]``. Rows without a gradient are NaN but for ``weight_norm``. An empty
+        tensor has norms, rms and zero fraction 0. A weight of norm 0 has an ``update_ratio`` of 0 when it stays there
+        and of 1 when it moves: it changed by all of its new size (our choice; the quotient would be infinite).
+    """
+    table: Float64Array = np.asarray(reductions, dtype=np.float64).reshape(-1, len(REDUCTIONS))
+    size: Int64Array = np.maximum(np.asarray(sizes, dtype=np.int64), 1)
+    square_sum, absmax, nonzero, nonfinite, weight_square_sum, update_square_sum = table.T
+    norm, weight_norm, update_norm = np.sqrt(square_sum), np.sqrt(weight_square_sum), np.sqrt(update_square_sum)
+    at_zero = weight_norm == 0.0
+    result = np.empty((len(table), len(STATISTICS)), dtype=np.float64)
+    result[:, 0] = norm
+    result[:, 1] = norm / np.sqrt(size)
+    # Whether max() lets a NaN through depends on the device; a sum always does.
+    result[:, 2] = np.where(np.isnan(square_sum), np.nan, absmax)
+    result[:, 3] = np.where(np.asarray(sizes) > 0, 1.0 - nonzero / size, 0.0)
+    result[:, 4] = nonfinite
+    result[:, 5] = weight_norm
+    with np.errstate(invalid="ignore"):  # inf / inf: the NaN is the answer
+        result[:, 6] = np.where(at_zero, np.sign(update_norm), update_norm / np.where(at_zero, 1.0, weight_norm))
+    disconnected = ~np.asarray(connected, dtype=np.bool_)
+    result[np.ix_(disconnected, [0, 1, 2, 3, 4, 6])] = np.nan
+    return result
+
+
+def reductions_of(gradient: npt.ArrayLike, weight: npt.ArrayLike, update: npt.ArrayLike) -> Float64Array:
+    """The numbers of :data:`REDUCTIONS` for one tensor, in float64: the slow, plain version of what a backend does.
+
+    Args:
+        gradient: array of any shape, loss units per weight unit.
+        weight: array of the same shape, before the step.
+        update: array of the same shape, weight after the step minus weight before it.
+
+    Returns:
+        Float64 array of shape ``[len(REDUCTIONS)]``; all zero for an empty tensor.
+    """
+    values, before, change = (np.asarray(array, dtype=np.float64).ravel() for array in (gradient, weight, update))
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.array(
+            [
+                np.sum(values**2),
+                np.max(np.abs(values), initial=0.0),
+                np.count_nonzero(values),
+                np.count_nonzero(~np.isfinite(values)),
+                np.sum(before**2),
+                np.sum(change**2),
+            ]
+        )
+
+
+def statistics_of(gradient: npt.ArrayLike, weight: npt.ArrayLike, update: npt.ArrayLike) -> Float64Array:
+    """One row of statistics for one tensor, in float64.
+
+    Args:
+        gradient: array of any shape, loss units per weight unit.
+        weight: array of the same shape, before the step.
+        update: array of the same shape, weight after the step minus weight before it.
+
+    Returns:
+        Float64 array of shape ``[len(STATISTICS)]``, with the conventions of :func:`statistics_from_reductions`.
+
+    Example:
+        >>> [float(number) for number in statistics_of([3.0, 4.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.1, 0.0, 0.0, 0.0])]
+        [5.0, 2.5, 4.0, 0.5, 0.0, 1.0, 0.1]
+    """
+    return statistics_from_reductions(reductions_of(gradient, weight, update), [np.size(gradient)], [True])[0]
