@@ -358,11 +358,12 @@ class _Judge:
                 continue
             move = bench.coefficients(remaining, full=remaining.sum() == 1)
             results = [bench.test([move], step)[0] for step in steps]
-            best, bar = _steadiest(results)
+            index, bar = _steadiest(results)
+            best = results[index]
             result = _Gap(best.gap, bar, best.jump, best.numeric, best.shares)
             if result.agrees:
                 self.accept(bench, remaining, result)
-            elif remaining.sum() == 1 and abs(result.gap) > 5 * bar and self.repeats(remaining, steps, results.index(best)):
+            elif remaining.sum() == 1 and abs(result.gap) > 5 * bar and self.repeats(remaining, steps, index):
                 self.note(remaining, result)
         for j in np.flatnonzero(weak):
             if self.outcome.verdicts[j] == "weak":
@@ -377,14 +378,14 @@ class _Judge:
         return all(not r.agrees and abs(r.gap) > 5 * r.bar and r.smooth(self.settings.kink) for r in near)
 
 
-def _steadiest(results: Sequence[_Gap]) -> tuple[_Gap, float]:
-    """The result whose bar, widened by the change from the next shorter step, is smallest."""
+def _steadiest(results: Sequence[_Gap]) -> tuple[int, float]:
+    """Index and bar of the result whose bar, widened by the change from the next shorter step, is smallest."""
     bars = [
         max(result.bar, 2 * abs(result.numeric - shorter.numeric) if shorter else 0.0)
         for result, shorter in zip(results, [None, *results[:-1]], strict=True)
     ]
     best = int(np.argmin(bars))
-    return results[best], bars[best]
+    return best, bars[best]
 
 
 def _halves(group: npt.NDArray[np.bool_]) -> Iterable[npt.NDArray[np.bool_]]:
