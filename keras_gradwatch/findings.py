@@ -1,0 +1,118 @@
+"""The ledger: merges what the rules say at each call into one account of the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from .records import FINDINGS, Finding
+
+SEVERITIES = ("info", "warning", "error")
+
+#: Findings about the run as a whole: two that overlap in time are one event, whatever layer the later one points at.
+RUN_WIDE = ("nonfinite", "exploding", "vanishing")
+
+#: What may be merely the aftermath of what. A consequence is dropped when its cause began no later and marks all its
+#: tensors, or is about the run as a whole.
+CONSEQUENCES = {
+    "zero_gradient": ("mismatch", "nonfinite", "disconnected", "exploding"),
+    "vanishing": ("mismatch", "nonfinite", "disconnected", "exploding"),
+    "exploding": ("mismatch",),
+}
+
+
+class Ledger:
+    """All findings of a run so far, one entry per (finding, layer, tensor).
+
+    Example:
+        >>> ledger = Ledger()
+        >>> first = Finding(finding="vanishing", layer="dense", first_step=1, last_step=25, message="fades")
+        >>> len(ledger.update([first], step=25)), len(ledger.update([first], step=50)), len(ledger.findings)
+        (1, 0, 1)
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[Finding] = []
+        self._active: tuple[Finding, ...] = ()
+        self._step = 0
+
+    def update(self, findings: Iterable[Finding], step: int) -> tuple[Finding, ...]:
+        """Takes in what the rules found at ``step``.
+
+        Args:
+            findings: findings active now, in any order.
+            step: the step at which the rules were asked.
+
+        Returns:
+            The entries that are new, ordered as :attr:`findings`; empty when nothing is.
+        """
+        new, active = [], []
+        for finding in sorted(findings, key=_order):
+            place = next((i for i, entry in enumerate(self._entries) if _same(entry, finding)), None)
+            if place is not None:
+                self._entries[place] = _merged(self._entries[place], finding)
+                active.append(self._entries[place])
+            elif not self._explained(finding):
+                self._entries.append(finding)
+                new.append(finding)
+                active.append(finding)
+        self._active, self._step = tuple(active), step
+        return tuple(new)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All findings so far, by kind in the order of ``FINDINGS``, then by first step; custom kinds come last."""
+        return tuple(sorted(self._entries, key=_order))
+
+    @property
+    def active(self) -> tuple[Finding, ...]:
+        """The entries that the last update confirmed or opened."""
+        return self._active
+
+    @property
+    def step(self) -> int:
+        """The step of the last update, 0 before the first."""
+        return self._step
+
+    def _explained(self, finding: Finding) -> bool:
+        causes = CONSEQUENCES.get(finding.finding, ())
+        return any(entry.finding in causes and _explains(entry, finding) for entry in self._entries)
+
+
+def _order(finding: Finding) -> tuple[int, int]:
+    kind = FINDINGS.index(finding.finding) if finding.finding in FINDINGS else len(FINDINGS)
+    return kind, finding.first_step
+
+
+def _same(entry: Finding, finding: Finding) -> bool:
+    if entry.finding != finding.finding:
+        return False
+    if entry.finding in RUN_WIDE and finding.first_step <= entry.last_step + 1:
+        return True
+    return (entry.layer, entry.tensor) == (finding.layer, finding.tensor)
+
+
+def _explains(cause: Finding, finding: Finding) -> bool:
+    if cause.first_step > finding.first_step:
+        return False
+    return cause.finding in RUN_WIDE or (bool(finding.tensors) and set(finding.tensors) <= set(cause.tensors))
+
+
+def _merged(entry: Finding, finding: Finding) -> Finding:
+    """The worse of the two, over the time and tensors of both."""
+    worst = finding if _badness(finding) > _badness(entry) else entry
+    return replace(
+        worst,
+        # The layer and tensor first named stay: alerts have gone out under that name.
+        layer=entry.layer,
+        tensor=entry.tensor,
+        first_step=min(entry.first_step, finding.first_step),
+        last_step=max(entry.last_step, finding.last_step),
+        tensors=tuple(dict.fromkeys((*entry.tensors, *finding.tensors))),
+    )
+
+
+def _badness(finding: Finding) -> tuple[int, float]:
+    distance = abs(finding.value - (0.0 if math.isnan(finding.limit) else finding.limit))
+    return SEVERITIES.index(finding.severity), -1.0 if math.isnan(distance) else distance

@@ -1,0 +1,100 @@
+"""Quantities of a window that several rules read: which steps count, how strong a gradient is, how far the loss fell."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .records import Float64Array, Int64Array, TensorInfo, Window
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+def connected(window: Window) -> BoolArray:
+    """Tensors whose gradient exists at every step, shape ``[V]``."""
+    return np.asarray(window.connected.all(axis=0), dtype=np.bool_)
+
+
+def kernels(window: Window) -> Int64Array:
+    """Indices of the connected weights with two or more dimensions, in network order.
+
+    Biases and norm scales are left out: their gradients differ from kernels' by nature, and some (a bias before
+    BatchNormalization, an attention key's bias) are zero by mathematics.
+    """
+    is_kernel = np.array([len(info.shape) >= 2 for info in window.tensors], dtype=np.bool_)
+    return np.flatnonzero(is_kernel & connected(window)).astype(np.int64)
+
+
+def usable_steps(window: Window) -> BoolArray:
+    """Steps that were tracked and are finite in every connected gradient, every weight and the loss, shape ``[S]``."""
+    lit = connected(window)
+    finite = np.isfinite(window.column("grad_norm")[:, lit]) & np.isfinite(window.column("weight_norm")[:, lit])
+    steps = finite.all(axis=1) & (np.isfinite(window.losses) | ~window.loss_known)
+    return np.asarray(steps & lit.any(), dtype=np.bool_)
+
+
+def starts_the_run(window: Window) -> bool:
+    """True when the window reaches back to the first sampled step, so that nothing was learned before it."""
+    if window.steps.size == 0:
+        return False
+    stride = int(np.diff(window.steps).min()) if window.steps.size > 1 else 1
+    return int(window.steps[0]) <= max(stride, 1)
+
+
+def sparse_rms(window: Window) -> Float64Array:
+    """Root mean square of the non-zero gradient entries, shape ``[S, V]``.
+
+    An embedding's gradient is zero in every row that the batch does not use; over all entries its rms would look
+    vanishing only because the vocabulary is large.
+    """
+    size = np.array([max(info.size, 1) for info in window.tensors], dtype=np.float64)
+    entries = np.maximum((1.0 - window.column("zero_fraction")) * size, 1.0)
+    return np.asarray(window.column("grad_norm") / np.sqrt(entries), dtype=np.float64)
+
+
+def loss_level(losses: Float64Array) -> float:
+    """Median of |loss| over the finite entries; NaN when there are none."""
+    finite = losses[np.isfinite(losses)]
+    return float(np.median(np.abs(finite))) if finite.size else float("nan")
+
+
+def improvement(losses: Float64Array) -> float:
+    """Share of the starting loss that is gone at the end: 0 = flat, 1 = all of it, negative = it grew; NaN when unknown.
+
+    Medians of the first tenth and the last fifth (at least three steps each), because one batch's loss is noisy.
+    """
+    finite = losses[np.isfinite(losses)]
+    if finite.size < 2:
+        return float("nan")
+    start = float(np.median(finite[: max(3, finite.size // 10)]))
+    end = float(np.median(finite[-max(3, finite.size // 5) :]))
+    return (start - end) / abs(start) if start else 0.0
+
+
+def global_norms(window: Window, steps: BoolArray) -> tuple[Float64Array, Float64Array, Float64Array]:
+    """L2 norms over all connected tensors at the given steps: of the gradient, the weights and the applied update."""
+    lit = connected(window)
+    gradient = window.column("grad_norm")[steps][:, lit]
+    weight = window.column("weight_norm")[steps][:, lit]
+    # A zero weight has an infinite ratio and an unknown (small) update: leave it out.
+    update = np.where(weight > 0, np.nan_to_num(window.column("update_ratio")[steps][:, lit], posinf=0.0), 0.0) * weight
+    return l2_norm(gradient), l2_norm(weight), l2_norm(update)
+
+
+def l2_norm(values: Float64Array) -> Float64Array:
+    """Norm over the last axis, safe from overflow: ``[S, V]`` to ``[S]``."""
+    largest = np.abs(values).max(axis=-1, initial=0.0)
+    scale = np.where(largest > 0, largest, 1.0)
+    return np.asarray(scale * np.sqrt(((values / scale[..., None]) ** 2).sum(axis=-1)), dtype=np.float64)
+
+
+def layers_of(tensors: tuple[TensorInfo, ...]) -> tuple[str, ...]:
+    """The layers that own these tensors, each once, in order."""
+    return tuple(dict.fromkeys(info.layer for info in tensors))
+
+
+def listed(names: tuple[str, ...], *, most: int = 4) -> str:
+    """Names for a sentence: ``"a, b, c and 12 more"``."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
