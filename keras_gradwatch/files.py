@@ -14,7 +14,7 @@ import pandas as pd
 
 from keras_gradwatch._optional import require
 from keras_gradwatch.records import VERDICTS
-from keras_gradwatch.schema import ROLES, SCHEMA, categorical
+from keras_gradwatch.schema import PANDAS_VERSION, ROLES, SCHEMA, categorical
 
 _Path = str | os.PathLike[str]
 
@@ -42,9 +42,10 @@ def write_history(frame: pd.DataFrame, path: _Path) -> None:
         frame.to_parquet(path, index=False, engine="pyarrow")
         return
     with _open_text(path, "wt") as file:
-        # One line whatever it holds: JSON escapes the line ends inside strings.
-        file.write(f"{_HEADER}{json.dumps(frame.attrs)}\n")
-        frame.to_csv(file, index=False, lineterminator="\n")
+        # One line whatever it holds: JSON escapes the line ends inside strings. The line end of RFC 4180 makes the csv
+        # module quote names with a lone carriage return, too.
+        file.write(f"{_HEADER}{json.dumps(frame.attrs)}\r\n")
+        frame.to_csv(file, index=False, lineterminator="\r\n")
 
 
 def read_history(path: _Path) -> pd.DataFrame:
@@ -106,9 +107,11 @@ def _read_csv(path: _Path) -> pd.DataFrame:
     # Names come back as they are: a layer may well be called "None" or "NA". Only numbers and verdicts can be missing.
     missing = {name: ["", "NaN", "nan"] for name in _CAN_MISS}
     dtypes: Any = {column.name: "str" if column.dtype == "category" else column.dtype for column in SCHEMA}
+    # Older versions are off in the last bits unless told otherwise; from 3.1 on the option is deprecated.
+    exact: Any = {"float_precision": "round_trip"} if PANDAS_VERSION < (3, 1) else {}
     with _open_text(path, "rt") as file:
         attributes = _attributes(file)
-        frame = pd.read_csv(file, dtype=dtypes, na_values=missing, keep_default_na=False, float_precision="round_trip")
+        frame: pd.DataFrame = pd.read_csv(file, dtype=dtypes, na_values=missing, keep_default_na=False, **exact)
     frame.attrs.update(attributes)
     return frame.drop(columns="Unnamed: 0", errors="ignore")  # the index, which to_csv writes unless told otherwise
 

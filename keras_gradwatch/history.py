@@ -22,7 +22,7 @@ from keras_gradwatch.records import (
     StepRecord,
     TensorInfo,
 )
-from keras_gradwatch.schema import ROLES, SCHEMA, SCHEMA_VERSION, Column, categorical, schema_markdown
+from keras_gradwatch.schema import PANDAS_VERSION, ROLES, SCHEMA, SCHEMA_VERSION, Column, categorical, schema_markdown
 
 __all__ = [
     "SCHEMA",
@@ -85,7 +85,7 @@ class History:
         tensors: weights and inputs of the model, in network order.
         attributes: what else to keep in ``frame.attrs`` (settings, versions); must be fit for JSON.
         max_rows: rows to hold at most; one step is held however many it has. Default 5,000,000: half a million
-            steps of ten tensors, about 0.3 GB (our choice).
+            steps of ten tensors, about 0.3 GB, and for moments twice that (our choice).
 
     Raises:
         TypeError: ``attributes`` holds something JSON cannot hold.
@@ -176,7 +176,7 @@ class History:
         if self._frame is None:
             self._frame = self._build(0)
         # From pandas 3 on, copy-on-write makes the shallow copy safe to change.
-        return self._frame.copy(deep=int(pd.__version__.partition(".")[0]) < 3)
+        return self._frame.copy(deep=PANDAS_VERSION < (3, 0))
 
     def record_tail(self, rows: int) -> pd.DataFrame:
         """The last rows, without building the rest.

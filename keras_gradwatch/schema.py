@@ -10,6 +10,9 @@ import pandas as pd
 
 SCHEMA_VERSION = 1
 
+#: Major and minor version, for the few places where pandas 2 and 3 differ.
+PANDAS_VERSION = tuple(int(part) for part in pd.__version__.split(".")[:2])
+
 #: Categories of the ``role`` column.
 ROLES = ("weight", "input")
 
