@@ -127,7 +127,7 @@ class _Bench:
 
     def __post_init__(self) -> None:
         swing = self.problem.scales * self.problem.norms
-        known = swing[swing > 0]
+        known = swing[(swing > 0) & np.isfinite(swing)]
         self.tau = float(np.median(known)) if len(known) else 1.0
         # The random direction is turned so that its slope adds to the aligned one: no tensor can hide by cancelling.
         self.signs = np.where(self.line.slopes[0] < 0, -1.0, 1.0)
@@ -136,11 +136,11 @@ class _Bench:
         """Unit moves ``[2, T]`` of a set of tensors: equal shares of the slope, capped by each tensor's size."""
         problem = self.problem
         limit = np.inf if full else self.tau
-        with np.errstate(divide="ignore", over="ignore"):
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             wanted = np.where(problem.norms > 0, limit / problem.norms, np.inf)
         random = np.minimum(problem.scales, wanted) * self.signs
         aligned = np.minimum(problem.scales * np.sqrt(problem.sizes), wanted)
-        return np.stack([random, aligned]) * members
+        return np.where(members, np.stack([random, aligned]), 0.0)
 
     def test(
         self, moves: Sequence[Float64Array], step: float, *, slack: float = 1.0, jumps: bool = False
@@ -157,7 +157,7 @@ class _Bench:
         found = []
         for k, move in enumerate(moves):
             plus, minus = float(losses[2 * k]), float(losses[2 * k + 1])
-            shares = (move * self.line.slopes).sum(axis=0)
+            shares = np.where(move != 0, move * np.where(move != 0, self.line.slopes, 0.0), 0.0).sum(axis=0)
             numeric = (plus - minus) / (2 * step)
             noise = self.settings.noise * _EPSILON * max(abs(plus), abs(minus), abs(base)) / step
             bar = noise + slack * self.settings.floor * float(np.abs(shares).sum())
@@ -314,7 +314,11 @@ class _Judge:
         if norm == 0.0:
             self.outcome.factors[j] = 0.0
         elif abs(aligned.numeric) > 4 * aligned.bar:
-            self.outcome.factors[j] = float(aligned.shares[j]) / aligned.numeric
+            # One number describes the fault only if it also holds across the gradient, along the random direction.
+            factor = float(aligned.shares[j]) / aligned.numeric
+            left_over = abs(factor * random.numeric - float(random.shares[j]))
+            if left_over <= 1e-3 * abs(float(random.shares[j])) + 4 * random.bar:
+                self.outcome.factors[j] = factor
 
     def leave_kinks(self, kinked: npt.NDArray[np.bool_]) -> None:
         """Judge tensors on a kink at a jittered point: right there means a kink here, wrong there means wrong."""

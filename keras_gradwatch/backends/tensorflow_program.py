@@ -67,6 +67,7 @@ class Program:
         self._operations = graph.get_operations()
         self._reach = _reach(self._operations, self._feeds[: self._moving_count])
         self._upstream = _upstream(self._loss.op)
+        self._float_upstream = _upstream(self._loss.op, floats_only=True)
         self._stops = [
             op.outputs[0]
             for op in self._operations
@@ -110,7 +111,7 @@ class Program:
         """Per moving tensor: the operation through which it falls below float64 on its way to the loss, or ''."""
         found = [""] * self._moving_count
         for op in self._operations:
-            if op.name not in self._upstream or not _falls(op):
+            if op.name not in self._float_upstream or not _falls(op):
                 continue
             bits = 0
             for value in op.inputs:
@@ -123,14 +124,27 @@ class Program:
         return found
 
     def hidden_stops(self) -> bool:
-        """True when a loop or nested function on the way to the loss contains a stop_gradient we cannot freeze."""
-        graph_functions = {f.name for f in self._wrapped.graph._functions.values()} if hasattr(
-            self._wrapped.graph, "_functions") else set()
+        """True when a loop or nested function contains a stop_gradient, which pruning cannot freeze."""
         library = self._wrapped.graph.as_graph_def().library.function
         return any(
-            node.op == "StopGradient" for function in library for node in function.node_def
-            if not graph_functions or True
+            node.op == "StopGradient" and "custom_gradient" not in node.name
+            for function in library
+            for node in function.node_def
         )
+
+    def moving_above(self, index: int) -> set[int]:
+        """Moving tensors that the outputs of a call depend on."""
+        bits = 0
+        for output in self.calls[index].outputs:
+            bits |= self._reach.get(output.op.name, 0)
+        return {i for i in range(self._moving_count) if bits >> i & 1}
+
+    def stop_call(self, index: int) -> LayerCall | None:
+        """The call that holds the first stop_gradient a moving tensor meets."""
+        for stop in self._stops:
+            if self._reach.get(stop.op.name, 0) >> index & 1 and not stop.op.name.endswith(_HARMLESS_STOPS):
+                return self._call_of(stop.op)
+        return None
 
     def cut(self, index: int) -> tuple[Any, str]:
         """Where the gradient of a moving tensor stops: ``(layer call or None, operation type)``; type '' if nowhere."""
@@ -453,12 +467,12 @@ def _reach(operations: Sequence[Any], feeds: Sequence[Any]) -> dict[str, int]:
     return bits
 
 
-def _upstream(op: Any) -> set[str]:
-    """Names of all operations a value depends on."""
+def _upstream(op: Any, *, floats_only: bool = False) -> set[str]:
+    """Names of all operations a value depends on (through floats alone: what passes integers carries no gradient)."""
     seen, waiting = {op.name}, [op]
     while waiting:
         for value in waiting.pop().inputs:
-            if value.op.name not in seen:
+            if value.op.name not in seen and (value.dtype.is_floating or not floats_only):
                 seen.add(value.op.name)
                 waiting.append(value.op)
     return seen
