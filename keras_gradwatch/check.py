@@ -199,7 +199,7 @@ class _Judge:
     def __init__(self, problem: Problem, seed: int, settings: CheckSettings, outcome: Outcome) -> None:
         self.problem, self.seed, self.settings, self.outcome = problem, seed, settings, outcome
         effect = problem.norms * problem.scales * np.sqrt(problem.sizes)
-        largest = max(float(effect.max(initial=0.0)), abs(problem.loss) * _EPSILON)
+        largest = max(float(effect[np.isfinite(effect)].max(initial=0.0)), abs(problem.loss) * _EPSILON)
         self.zero = effect <= settings.zero * largest
 
     def spend(self, evaluations: int) -> None:

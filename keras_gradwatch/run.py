@@ -1,0 +1,406 @@
+"""One watched call of ``fit``: what is due, what was seen, what was found. The mutable part of the callback."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from keras_gradwatch.capture import CapturedStep, Request
+from keras_gradwatch.checks import Checker
+from keras_gradwatch.errors import GradientCheckError, GradientError, NonFiniteGradientError
+from keras_gradwatch.findings import Ledger
+from keras_gradwatch.history import History
+from keras_gradwatch.probe import Batch, arrays_of, batch_of, describe_weights, trains_compiled_loss
+from keras_gradwatch.records import STATISTICS, CheckResult, Culprit, Finding, StepRecord, TensorInfo, Window
+from keras_gradwatch.rules import Rule
+from keras_gradwatch.schedules import parse_check_schedule, parse_track_schedule
+from keras_gradwatch.sinks import SinkSet
+from keras_gradwatch.stats import statistics_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: Sampled steps a rule sees at most, and how often rules are asked when nothing special happens.
+WINDOW_STEPS = 200
+RULE_EVERY = 25
+
+#: Where the optimizer's gradients cannot be seen, the probe's are taken every so many steps: each costs about one step.
+FALLBACK_EVERY = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The callback's arguments, checked."""
+
+    probe: Any
+    check_freq: int | str | None
+    track_freq: int | None
+    rules: Sequence[Rule]
+    stop_on: tuple[str, ...]
+    action: str
+    surrogates: tuple[str, ...]
+    sinks: SinkSet
+    seed: int
+    verbose: int
+
+
+class Run:
+    """Follows one training run as a :class:`~keras_gradwatch.capture.Listener`.
+
+    Steps arrive counted from 1; the history counts the optimizer's steps, so a resumed run goes on where it stopped.
+    """
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        self._model, self._settings = model, settings
+        self._check_schedule = parse_check_schedule(settings.check_freq)
+        self._track_schedule = parse_track_schedule(settings.track_freq)
+        self._ledger, self._history = Ledger(), History((), {})
+        self._recent: deque[StepRecord] = deque(maxlen=WINDOW_STEPS)
+        self._checks: list[CheckResult] = []
+        self._weights: list[tuple[TensorInfo, Any]] = []
+        self._rows: dict[int, int] = {}
+        self._seconds = {"capture": 0.0, "checks": 0.0, "sinks": 0.0}
+        self._checker: Checker | None = None
+        self._probe: Batch | None = None
+        self._check: CheckResult | None = None
+        self._fallback_statistics: Any = None
+        self._check_due = 0
+        self._epoch, self._epoch_start, self._offset, self._steps = 0, 1, 0, 0
+        self._since_rules, self._began, self._ended = 0, time.perf_counter(), 0.0
+        self._fallback = self._opened = False
+        self._failed: set[str] = set()
+        self._notes: list[str] = []
+
+    def begin(self) -> None:
+        """Look at the model before its first step."""
+        model, settings = self._model, self._settings
+        if not isinstance(settings.probe, int):
+            self._probe = arrays_of(batch_of(settings.probe))
+            _check_fits(model, self._probe)
+        self._weights = describe_weights(model)
+        self._rows = {id(variable): row for row, (_, variable) in enumerate(self._weights)}
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and optimizer.built:
+            self._offset = int(np.asarray(optimizer.iterations))
+        self._checker = Checker(model, surrogates=settings.surrogates)
+        if not trains_compiled_loss(model):
+            self._notes.append("train_step is overridden and its loss is not the compiled one: checks judge the compiled loss")
+        self._began = time.perf_counter()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The next step is the first of an epoch."""
+        self._epoch, self._epoch_start = epoch, self._steps + 1
+
+    def wants(self, step: int) -> Request:
+        """What the coming step must provide."""
+        if step != self._check_due and "checks" not in self._failed:
+            due = self._check_schedule.due(step, step == self._epoch_start)
+            self._check_due = step if due else self._check_due
+        track = self._track_schedule.due(step, step == self._epoch_start)
+        if self._fallback:
+            track = track and (step - 1) % FALLBACK_EVERY == 0
+            return Request(track=False, batch=track or step == self._check_due)
+        # The batch of every tracked step is held until the next one: a step that goes NaN is run again to find out why.
+        return Request(track=track, batch=track or step == self._check_due)
+
+    def before_step(self, step: int, batch: Any) -> None:
+        """Check the gradients, if it is time, before the weights move."""
+        self._check, self._fallback_statistics = None, None
+        if step == self._check_due and self._checker is not None:
+            with self._guarded("checks"):
+                self._check = self._checker.check(self._probe_of(batch), seed=self._settings.seed + self._offset + step)
+                self._checks.append(self._check)
+        if self._fallback and self._checker is not None and (step - 1) % FALLBACK_EVERY == 0:
+            with self._guarded("capture"):
+                self._fallback_statistics = self._probe_statistics(batch)
+
+    def after_step(self, step: int, captured: CapturedStep | None) -> None:
+        """Record the step, and ask the rules when it is time."""
+        self._steps = step
+        self._check_schedule.record(0.0, 0.0)
+        if captured is None and self._check is None and self._fallback_statistics is None:
+            return
+        new: tuple[Finding, ...] = ()
+        with self._guarded("capture"):
+            if captured is not None and not captured.variables and self._weights:
+                self._fall_back()
+            record = self._record(step, captured)
+            self._keep(record)
+            self._since_rules += 1
+            alarming = _nonfinite(record) and not any(f.finding == "nonfinite" for f in self._ledger.findings)
+            if alarming or record.check is not None or self._since_rules >= RULE_EVERY:
+                new = self._ask_rules()
+        self._act(new)
+
+    def end_epoch(self) -> dict[str, float]:
+        """The three keys for the logs of the epoch that ends."""
+        with self._guarded("capture"):
+            self._act(self._ask_rules())
+        first = self._offset + self._epoch_start
+        records = [r for r in self._recent if r.step >= first]
+        norms = [_global_norm(r) for r in records]
+        errors = [c.error for r in records if r.check is not None for c in r.check.checks if np.isfinite(c.error)]
+        return {
+            "grad_norm": float(np.nanmean(norms)) if np.isfinite(norms).any() else float("nan"),
+            "grad_check_error": max(errors, default=float("nan")),
+            "grad_findings": float(sum(f.last_step >= first for f in self._ledger.findings)),
+        }
+
+    def end(self) -> None:
+        """Close the books."""
+        with self._guarded("capture"):
+            self._act(self._ask_rules())
+        self._finish()
+
+    def frame(self) -> pd.DataFrame:
+        """The history so far."""
+        self._history.set_findings(self._ledger.findings)
+        return self._history.to_frame()
+
+    def findings_frame(self) -> pd.DataFrame:
+        """The findings so far, one row each."""
+        import pandas as pd
+
+        columns = [field.name for field in fields(Finding) if field.name != "tensors"]
+        return pd.DataFrame([[getattr(f, c) for c in columns] for f in self._ledger.findings], columns=columns)
+
+    def cost(self) -> dict[str, float]:
+        """Seconds and shares of the training time."""
+        total = (self._ended or time.perf_counter()) - self._began
+        training = max(total - sum(self._seconds.values()), 1e-9)
+        cost = {f"{name}_seconds": seconds for name, seconds in self._seconds.items()}
+        cost |= {f"{name}_share": seconds / training for name, seconds in self._seconds.items()}
+        return cost | {"training_seconds": training, "share": sum(self._seconds.values()) / training}
+
+    def summary(self) -> str:
+        """Text for a terminal."""
+        from keras_gradwatch.summary import summarize
+
+        tensors = self._checks[0].tensors if self._checks else tuple(info for info, _ in self._weights)
+        return summarize(
+            steps=self._steps, tensors=tensors, findings=self._ledger.findings, checks=tuple(self._checks),
+            cost_share=self.cost()["share"] if self._steps else float("nan"), notes=tuple(self._notes),
+        )  # fmt: skip
+
+    # -- what happens inside -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _guarded(self, part: str) -> Iterator[None]:
+        """Time a part of the watcher; its failure is told once and never reaches training."""
+        start = time.perf_counter()
+        try:
+            yield
+        except GradientError:
+            raise
+        except Exception as error:  # noqa: BLE001  training must not break because of the watcher
+            self._fail(part, error)
+        finally:
+            elapsed = time.perf_counter() - start
+            self._seconds[part] += elapsed
+            if part == "checks":
+                self._check_schedule.record(elapsed, 0.0)
+
+    def _fail(self, part: str, error: Exception) -> None:
+        if part in self._failed:
+            return
+        self._failed.add(part)
+        step = self._offset + self._steps + 1
+        message = f"GradWatch itself failed in {part} at step {step}: {type(error).__name__}: {error}"
+        finding = Finding(
+            finding="watcher_failed", layer="GradWatch", first_step=step, last_step=step, severity="info", message=message,
+            advice=f"Training goes on unharmed, without {part}; please report this with the message above.",
+        )  # fmt: skip
+        self._ledger.update((*self._ledger.active, finding), step)
+        warnings.warn(f"{message}. Training goes on.", RuntimeWarning, stacklevel=2)
+
+    def _probe_of(self, data: Any) -> Batch:
+        if self._probe is not None:
+            return self._probe
+        return Batch(*keras.utils.unpack_x_y_sample_weight(data)).head(self._settings.probe)
+
+    def _fall_back(self) -> None:
+        self._fallback = True
+        note = "train_step calls no Keras optimizer that could be seen: norms are of the compiled loss on the probe"
+        self._notes.append(f"{note}, every {FALLBACK_EVERY} steps")
+
+    def _probe_statistics(self, data: Any) -> tuple[Any, Any, float]:
+        """Statistics of the probe's own gradient, where the optimizer's cannot be seen."""
+        assert self._checker is not None  # noqa: S101  type narrowing
+        subject, point = self._checker.gradients(self._probe_of(data))
+        rows = np.full((len(self._weights), len(STATISTICS)), np.nan)
+        connected = np.zeros(len(self._weights), dtype=bool)
+        for variable, gradient in zip(subject.variables, point.gradients, strict=False):
+            row = self._rows.get(id(variable))
+            if row is not None and gradient is not None:
+                value = np.asarray(variable.value)
+                rows[row] = statistics_of(np.asarray(gradient), value, np.full_like(value, np.nan))
+                connected[row] = True
+        return rows, connected, point.loss
+
+    def _record(self, step: int, captured: CapturedStep | None) -> StepRecord:
+        count = len(self._weights)
+        statistics, connected, loss = np.full((count, len(STATISTICS)), np.nan), np.ones(count, dtype=bool), None
+        if self._fallback_statistics is not None:
+            statistics, connected, loss = self._fallback_statistics
+        elif captured is not None and captured.variables:
+            places = [self._rows.get(id(variable), -1) for variable in captured.variables]
+            known = [k for k, place in enumerate(places) if place >= 0]
+            rows = [places[k] for k in known]
+            statistics[rows] = captured.statistics[known]
+            connected[rows] = np.asarray(captured.connected)[known]
+        if captured is not None:
+            loss = captured.loss
+        record = StepRecord(
+            step=self._offset + step, epoch=self._epoch, loss=loss, statistics=statistics, connected=connected,
+            learning_rate=_learning_rate(self._model), check=self._check,
+        )  # fmt: skip
+        self._check = None
+        if _nonfinite(record) and not any(f.finding == "nonfinite" for f in self._ledger.findings):
+            record = _with_culprits(record, self._diagnose(captured))
+        return record
+
+    def _diagnose(self, captured: CapturedStep | None) -> tuple[Culprit, ...]:
+        """Run the batch that went NaN again, with the weights from before the step."""
+        if captured is None or captured.batch is None or captured.previous_weights is None or self._checker is None:
+            return ()
+        before = {id(v): w for v, w in zip(captured.variables, captured.previous_weights, strict=True)}
+        batch = Batch(*keras.utils.unpack_x_y_sample_weight(captured.batch))
+        return self._checker.diagnose(batch, before)
+
+    def _keep(self, record: StepRecord) -> None:
+        if not self._opened:
+            self._opened = True
+            tensors = tuple(info for info, _ in self._weights)
+            inputs = tuple(t for t in record.check.tensors if t.role == "input") if record.check else ()
+            self._history = History((*tensors, *inputs), self._attributes())
+            with self._timed("sinks"):
+                self._settings.sinks.open((*tensors, *inputs), self._attributes())
+        self._recent.append(record)
+        self._history.append(record)
+        with self._timed("sinks"):
+            self._settings.sinks.write(record)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[part] += time.perf_counter() - start
+
+    def _ask_rules(self) -> tuple[Finding, ...]:
+        self._since_rules = 0
+        if not self._recent:
+            return ()
+        window = self._window()
+        found = [finding for rule in self._settings.rules for finding in rule(window)]
+        return self._ledger.update(found, int(window.steps[-1]))
+
+    def _window(self) -> Window:
+        records = list(self._recent)
+        checked = [r for r in records if r.check is not None]
+        return Window(
+            tensors=tuple(info for info, _ in self._weights),
+            steps=np.array([r.step for r in records], dtype=np.int64),
+            epochs=np.array([r.epoch for r in records], dtype=np.int64),
+            losses=np.array([np.nan if r.loss is None else r.loss for r in records]),
+            loss_known=np.array([r.loss is not None for r in records], dtype=bool),
+            learning_rates=np.array([r.learning_rate for r in records]),
+            statistics=np.stack([r.statistics for r in records]),
+            connected=np.stack([r.connected for r in records]),
+            check=checked[-1].check if checked else None, check_step=checked[-1].step if checked else 0,
+            culprits=next((r.culprits for r in records if r.culprits), ()),
+        )  # fmt: skip
+
+    def _act(self, new: Sequence[Finding]) -> None:
+        """Tell the world about new findings, and stop when asked to."""
+        for finding in new:
+            if self._settings.verbose:
+                print(f"\nGradWatch · step {finding.first_step} · {finding.severity} · {finding.message}")  # noqa: T201
+            with self._timed("sinks"):
+                self._settings.sinks(finding)
+        reasons = [finding for finding in new if finding.finding in self._settings.stop_on]
+        if not reasons:
+            return
+        self._model.stop_training = True
+        if self._settings.action == "raise":
+            self._finish()
+            raise _error_of(reasons[0], self._checks[-1] if self._checks else None)
+
+    def _finish(self) -> None:
+        if self._ended:
+            return
+        self._ended = time.perf_counter()
+        self._checker = None
+        with self._timed("sinks"):
+            self._settings.sinks.close()
+        if self._settings.verbose:
+            print(f"\n{self.summary()}")  # noqa: T201
+
+    def _attributes(self) -> dict[str, object]:
+        from keras_gradwatch import __version__
+
+        settings = self._settings
+        return {
+            "keras_gradwatch": __version__, "keras": keras.__version__, "backend": keras.backend.backend(),
+            "model": self._model.name, "check_freq": settings.check_freq, "track_freq": settings.track_freq,
+            "probe": settings.probe if isinstance(settings.probe, int) else "fixed data", "seed": settings.seed,
+            "surrogates": list(settings.surrogates), "gradients": "probe" if self._fallback else "training step",
+            "notes": list(self._notes),
+        }  # fmt: skip
+
+
+def _check_fits(model: Any, probe: Batch) -> None:
+    """Does a fixed probe fit the model's inputs?"""
+    expected = list(getattr(model, "inputs", None) or [])
+    leaves = keras.tree.flatten(probe.x)
+    if not expected:
+        return
+    shapes = [tuple(np.shape(leaf)) for leaf in leaves]
+    wanted = [tuple(tensor.shape) for tensor in expected]
+    fits = len(shapes) == len(wanted) and all(
+        len(s) == len(w) and all(b is None or a == b for a, b in zip(s[1:], w[1:], strict=True))
+        for s, w in zip(shapes, wanted, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"Received a probe whose inputs have the shapes {shapes}. Expected {wanted}, as the model takes. "
+            "Give the probe the same form as the training data, or an int to take it from the training batches."
+        )
+
+
+def _learning_rate(model: Any) -> float:
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return float("nan")
+    rate = optimizer.learning_rate
+    return float(np.asarray(rate))
+
+
+def _nonfinite(record: StepRecord) -> bool:
+    counts = record.statistics[:, STATISTICS.index("nonfinite_count")]
+    return bool((record.loss is not None and not np.isfinite(record.loss)) or np.nansum(counts) > 0)
+
+
+def _global_norm(record: StepRecord) -> float:
+    norms = record.statistics[:, STATISTICS.index("grad_norm")]
+    return float(np.sqrt(np.nansum(np.square(norms)))) if not np.isnan(norms).all() else float("nan")
+
+
+def _with_culprits(record: StepRecord, culprits: tuple[Culprit, ...]) -> StepRecord:
+    from dataclasses import replace
+
+    return replace(record, culprits=culprits)
+
+
+def _error_of(finding: Finding, check: CheckResult | None) -> GradientError:
+    text = f"{finding.finding} in {finding.layer} at step {finding.first_step}: {finding.message}"
+    text += f" {finding.advice}" if finding.advice else ""
+    kinds = {"nonfinite": NonFiniteGradientError, "mismatch": GradientCheckError}
+    return kinds.get(finding.finding, GradientError)(text, finding=finding, result=check)
