@@ -59,8 +59,8 @@ def culprit_words(culprit: Culprit) -> str:
         The layer and what is wrong with it; with numbers where there are any.
 
     Example:
-        >>> culprit_words(Culprit(layer="scale", layer_class="Scale", parts=("input",), factor=1.1, error=0.091, bar=3e-7))
-        'scale (Scale): its backward gives 1.10 × the true slope w.r.t. its input (error 9.1e-02, bar 3e-07)'
+        >>> culprit_words(Culprit(layer="s", layer_class="Scale", parts=("input",), factor=1.1, error=0.091, bar=3e-7))
+        's (Scale): its backward gives 1.10 × the true slope w.r.t. its input (error 9.1e-02, bar 3e-07)'
     """
     title = f"{culprit.layer} ({culprit.layer_class})" if culprit.layer_class else culprit.layer
     if culprit.kind == "forward":
