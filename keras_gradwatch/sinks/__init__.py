@@ -76,7 +76,7 @@ class SinkSet:
         for sink in self._active:
             try:
                 _method(sink, method)(*arguments)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  whatever a sink raises, training goes on
                 self._disable(sink, method, error)
 
     def _disable(self, sink: Sink, method: str, error: Exception) -> None:
