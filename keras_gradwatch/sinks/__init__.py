@@ -87,7 +87,7 @@ class SinkSet:
                 _method(sink, "close")()
         warnings.warn(
             f"The sink {_name(sink)} raised {type(error).__name__} in {method}: {error}. Training goes on and "
-            "the history stays complete, but this sink gets nothing more in this run. Mend it, or take it out of sinks.",
+            "the history stays complete, but this sink gets nothing more in this run. Mend it or take it out of sinks.",
             RuntimeWarning,
             stacklevel=_stacklevel(sys._getframe()),
         )
