@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .records import Finding, Float64Array, Int64Array, Window
-from .signals import (
+from keras_gradwatch.records import Finding, Float64Array, Int64Array, Window
+from keras_gradwatch.signals import (
     global_norms,
     improvement,
     kernels,
@@ -54,12 +54,11 @@ class Exploding:
     def __call__(self, window: Window) -> Sequence[Finding]:
         """At most one finding: the first of the ways that holds, on the layer with the largest gradient."""
         overflow = self._overflow(window)
-        steps = usable_steps(window)
-        if not steps.any():
+        where = np.flatnonzero(usable_steps(window))
+        if not where.size:
             return overflow
-        gradient, weight, update = global_norms(window, steps)
-        ratio = update / np.where(weight > 0, weight, np.inf)
-        losses, where = window.losses[steps], np.flatnonzero(steps)
+        gradient, weight, update = global_norms(window, where)
+        ratio, losses = update / np.where(weight > 0, weight, np.inf), window.losses[where]
         finds = (
             self._updates(window, where, gradient, weight, ratio, losses),
             self._gradient_growth(window, where, gradient),

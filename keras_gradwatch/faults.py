@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .records import CheckResult, Culprit, Finding, TensorInfo, Window
-from .signals import BoolArray, connected, layers_of, listed
+from keras_gradwatch.records import CheckResult, Culprit, Finding, TensorInfo, Window
+from keras_gradwatch.signals import BoolArray, connected, layers_of, listed
 
 #: Culprits that are not layers.
 PSEUDO_LAYERS = ("data", "labels", "loss", "sample_weight")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from .records import FINDINGS, Finding
+from keras_gradwatch.records import FINDINGS, Finding
 
 SEVERITIES = ("info", "warning", "error")
 

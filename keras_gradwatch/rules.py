@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from .explosion import Exploding
-from .faults import Disconnected, Imprecise, Mismatch, NonFinite
-from .records import Finding, Window
-from .trends import Vanishing, ZeroGradient
+from keras_gradwatch.explosion import Exploding
+from keras_gradwatch.faults import Disconnected, Imprecise, Mismatch, NonFinite
+from keras_gradwatch.records import Finding, Window
+from keras_gradwatch.trends import Vanishing, ZeroGradient
 
 __all__ = [
     "DEFAULT_RULES",

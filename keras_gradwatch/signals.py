@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .records import Float64Array, Int64Array, TensorInfo, Window
+from keras_gradwatch.records import Float64Array, Int64Array, TensorInfo, Window
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -71,7 +71,7 @@ def improvement(losses: Float64Array) -> float:
     return (start - end) / abs(start) if start else 0.0
 
 
-def global_norms(window: Window, steps: BoolArray) -> tuple[Float64Array, Float64Array, Float64Array]:
+def global_norms(window: Window, steps: Int64Array) -> tuple[Float64Array, Float64Array, Float64Array]:
     """L2 norms over all connected tensors at the given steps: of the gradient, the weights and the applied update."""
     lit = connected(window)
     gradient = window.column("grad_norm")[steps][:, lit]

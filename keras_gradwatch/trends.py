@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .records import Finding, Float64Array, Int64Array, TensorInfo, Window
-from .signals import (
+from keras_gradwatch.records import Finding, Float64Array, Int64Array, TensorInfo, Window
+from keras_gradwatch.signals import (
     BoolArray,
     connected,
     global_norms,
@@ -44,26 +44,47 @@ class ZeroGradient:
         patience_checked: steps in a row when the gradient check agrees that the slope is zero.
         noise: gradient norm × weight norm / |loss| below which the whole model gets nothing. Float32 resolves the loss to
             6e-8 of itself, so moving every weight by its own size would not be seen.
+        converged: share of the window's largest loss below which a model whose gradients have all become zero is done.
     """
 
     patience: int = 20
     patience_checked: int = 3
     noise: float = 1e-7
+    converged: float = 1e-3
 
     def __call__(self, window: Window) -> Sequence[Finding]:
         """One finding per run of neighbouring blocked layers, on the layer that seems to block."""
-        steps = usable_steps(window)
-        if not steps.any() or not kernels(window).size:
+        steps = np.flatnonzero(usable_steps(window))
+        if not steps.size or not kernels(window).size:
             return ()
         norms, weights, _ = global_norms(window, steps)
-        losses = np.abs(window.losses[steps])
-        alive = (norms > 0) & ~(norms * np.maximum(weights, 1.0) < self.noise * losses)
-        if not alive.any():
-            return self._whole_model(window, steps, losses)
-        counted = np.flatnonzero(steps)[alive]
-        streak = self._streaks(window, counted)
-        blocked = self._blocked(window, streak, total=counted.size)
-        return [self._finding(window, block, counted, int(streak[block].min())) for block in _neighbours(window, blocked)]
+        # The loss moves by less than its own rounding when every weight moves by its own size.
+        unheard = norms * np.maximum(weights, 1.0) < self.noise * np.abs(window.losses[steps])
+        alive = steps[(norms > 0) & ~unheard]
+        if self._nothing_learns(window, steps, alive):
+            return [self._whole_model(window, steps[steps > alive.max(initial=-1)])]
+        if not alive.size:
+            return ()
+        streak = self._streaks(window, alive)
+        blocked = self._blocked(window, streak, total=alive.size)
+        return [self._finding(window, block, alive, int(streak[block].min())) for block in _neighbours(window, blocked)]
+
+    def _nothing_learns(self, window: Window, steps: Int64Array, alive: Int64Array) -> bool:
+        """Whether no weight gets a gradient any more although there is a loss to reduce.
+
+        From the first step on that is a fault unless the loss is zero. Later it may be success: a hinge loss is then zero,
+        and a cross-entropy stands at its clipping constant (Keras clips probabilities at 1e-7), the same for every batch.
+        """
+        patience = self.patience_checked if self._checked_zero(window).all() else self.patience
+        silent = steps[steps > alive.max(initial=-1)]
+        if silent.size < patience or not (alive.size or starts_the_run(window)):
+            return False
+        losses = window.losses[silent]
+        if not alive.size:
+            return bool(np.isnan(losses).all() or (losses != 0).any())
+        norms, _, _ = global_norms(window, silent)
+        top, level = float(np.abs(window.losses[steps]).max()), loss_level(losses)
+        return bool((norms == 0).all() and level > self.converged * top and np.ptp(losses) > 1e-6 * level)
 
     def _streaks(self, window: Window, counted: Int64Array) -> Int64Array:
         """Length of the run of zero gradients that ends at the newest counted step, per tensor, shape ``[V]``."""
@@ -85,30 +106,25 @@ class ZeroGradient:
         needed = np.where(self._checked_zero(window), self.patience_checked, self.patience)
         return (streak >= np.maximum(needed, total / 2)) & connected(window)
 
-    def _whole_model(self, window: Window, steps: BoolArray, losses: Float64Array) -> Sequence[Finding]:
-        """No weight ever got a gradient: blocked if that was so from the first step on and there is a loss to reduce."""
-        known = losses[np.isfinite(losses)]
-        patience = self.patience_checked if self._checked_zero(window).all() else self.patience
-        if steps.sum() < patience or not starts_the_run(window) or (known.size and known.max() == 0.0):
-            return ()
-        level = loss_level(window.losses)
-        last, indices = window.tensors[-1], np.flatnonzero(steps)
-        return [
-            Finding(
-                finding="zero_gradient",
-                layer=last.layer,
-                first_step=int(window.steps[indices[0]]),
-                last_step=int(window.steps[indices[-1]]),
-                severity="error",
-                value=0.0,
-                limit=self.noise,
-                message=f"no weight gets a gradient, although the loss is {level:.3g}: nothing can be learned"
-                + (f" (the last layer, {last.layer}, ends in {last.activation})" if last.activation else ""),
-                advice="check the output activation against the loss (softmax over one unit is constant), "
-                "and that the loss depends on the predictions; float16 gradients may underflow",
-                tensors=tuple(info.tensor for info in window.tensors),
-            )
-        ]
+    def _whole_model(self, window: Window, silent: Int64Array) -> Finding:
+        last, level = window.tensors[-1], loss_level(window.losses[silent])
+        loss_words = f", although the loss is {level:.3g}" if np.isfinite(level) else ""
+        output_words = f"; the last layer, {last.layer}, ends in {last.activation}" if last.activation else ""
+        return Finding(
+            finding="zero_gradient",
+            layer=last.layer,
+            first_step=int(window.steps[silent[0]]),
+            last_step=int(window.steps[silent[-1]]),
+            severity="error",
+            value=0.0,
+            limit=self.noise,
+            message=f"no weight gets a gradient{loss_words}: nothing can be learned{output_words}",
+            advice=(
+                "check the output activation against the loss (softmax over one unit is constant, a relu output may be dead) "
+                "and that the loss depends on the predictions; float16 gradients may underflow"
+            ),
+            tensors=tuple(info.tensor for info in window.tensors),
+        )
 
     def _finding(self, window: Window, block: Int64Array, counted: Int64Array, streak: int) -> Finding:
         tensors = [window.tensors[i] for i in block]
@@ -159,7 +175,7 @@ class Vanishing:
             TheDeepChecker and AWS put healthy ratios above 1e-4 and 1e-8.
         flat: improvement of the loss below which it is flat. Our choice; measured 0.11 at most on vanishing models.
         learns: improvement of the loss that clears a model with small elasticity but healthy updates.
-        patience: usable steps needed; five times that for a flat loss.
+        patience: usable steps needed; ten times that for a flat loss.
         share: share of the steps in which the ratio must hold.
     """
 
@@ -199,7 +215,7 @@ class Vanishing:
         if math.isnan(elasticity):
             return still
         powerless = elasticity < self.elasticity and (still or not gain >= self.learns)
-        stuck = gain < self.flat and starts_the_run(window) and int(steps.sum()) >= 5 * self.patience
+        stuck = gain < self.flat and starts_the_run(window) and int(steps.sum()) >= 10 * self.patience
         return powerless or (elasticity < 1e2 * self.elasticity and (stuck or still))
 
     def _finding(
