@@ -82,7 +82,7 @@ class History:
     half of *all* steps loses every second one. The first step always stays. ``attrs["thinned"]`` counts those dropped.
 
     Args:
-        tensors: weights and inputs of the model, in network order.
+        tensors: weights and inputs of the model, each in network order; in the frame inputs come first.
         attributes: what else to keep in ``frame.attrs`` (settings, versions); must be fit for JSON.
         max_rows: rows to hold at most; one step is held however many it has. Default 5,000,000: half a million
             steps of ten tensors, about 0.3 GB, and for moments twice that (our choice).
@@ -105,7 +105,8 @@ class History:
     ) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows is {max_rows}. Expected 1 or more. Leave it out to keep up to 5,000,000 rows.")
-        self._tensors = tuple(tensors)
+        # Inputs are nearest the data; the sort is stable, so weights keep the order of the statistics.
+        self._tensors = tuple(sorted(tensors, key=lambda tensor: tensor.role == "weight"))
         self._attributes = _json_copy(attributes)
         self._max_rows = max_rows
         self._thinned = 0

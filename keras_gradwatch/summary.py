@@ -38,7 +38,7 @@ _MEANINGS = {
     "disconnected": "not reached by the loss: the gradient is None",
     "declared": "different on purpose",
     "zero": "zero gradient, and the numeric slope agrees",
-    "kink": "at a kink, the gradient between the left and the right slope: no fault",
+    "kink": "at a kink, between the left and the right slope: no fault",
 }
 
 
@@ -71,19 +71,16 @@ def summarize(
         >>> print(summarize(600, [kernel], checks=[CheckResult(tensors=(kernel,), checks=(right,))], cost_share=0.013))
         GradWatch   600 steps · 1 weight · checked once · cost 1.3 % of training time
         ✓ no findings
-        ✓ the weight is right: worst error 4e-09 (bar 2e-08), rounding of the training dtype at most 3e-07
+        ✓ the weight is right: worst error 4e-09 (bar 2e-08), rounding at most 3e-07
     """
+    certainty = _certainty_lines(tensors, checks, {finding.finding for finding in findings})
     lines = [_headline(steps, tensors, len(checks), cost_share)]
+    lines += _finding_lines(findings, tensors, checks, steps)
     if not steps and not checks:
         lines.append("? nothing was tracked: no training step was seen")
-    elif findings:
-        lines += _finding_lines(findings, tensors, checks, steps)
-    else:
+    elif not findings and not any(line.startswith("✗") for line in certainty):
         lines.append("✓ no findings")
-    if checks:
-        lines += _certainty_lines(tensors, checks, {finding.finding for finding in findings})
-    elif steps:
-        lines.append("? no gradient check was made: nothing here says whether the gradients are right")
+    lines += certainty
     remarks = dict.fromkeys((*(note for result in checks for note in result.notes), *notes))
     lines += [line for remark in remarks for line in wrapped(remark, first="note: ", rest="      ")]
     return "\n".join(lines)
@@ -176,6 +173,8 @@ def _span(finding: Finding, checks: Sequence[CheckResult], steps: int) -> str:
 
 def _certainty_lines(tensors: Sequence[TensorInfo], checks: Sequence[CheckResult], told: set[str]) -> list[str]:
     """How sure we are: what was certified and how well, and a line for each other verdict without a finding."""
+    if not checks:
+        return ["? no gradient check was made: nothing here says whether the gradients are right"]
     standing = _standing(checks)
     lines = _right_lines(tensors, standing)
     for verdict, meaning in _MEANINGS.items():
@@ -202,7 +201,7 @@ def _right_lines(tensors: Sequence[TensorInfo], standing: dict[tuple[str, str], 
     error, bar = _largest(check.error for check in numbers), _largest(check.bar for check in numbers)
     rounding = _largest(check.rounding_error for check in numbers)
     quality = [] if math.isnan(error) else [f"worst error {error:.0e} (bar {bar:.0e})"]
-    quality += [] if math.isnan(rounding) else [f"rounding of the training dtype at most {rounding:.0e}"]
+    quality += [] if math.isnan(rounding) else [f"rounding at most {rounding:.0e}"]
     return wrapped(f"{text}{': ' if quality else ''}{', '.join(quality)}", first="✓ ", rest="    ")
 
 

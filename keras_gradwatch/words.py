@@ -132,4 +132,6 @@ def _backward_words(factor: float) -> str:
         return "gives zero where the true slope is not zero"
     if abs(factor + 1) < 1e-3:
         return "gives the true slope with its sign flipped"
+    if math.isinf(factor):
+        return "gives infinite slopes"
     return f"gives {factor_words(factor).removesuffix(f': {_REVERSAL}')}"

