@@ -164,6 +164,7 @@ class Subject:
 
 def model_subject(model: Any, batch: Batch, *, training: bool = True) -> Subject:
     """The compiled loss of a model on a batch, exactly as ``fit`` computes it."""
+    build_loss(model, batch)
 
     def scalar(x: Any, y: Any, sample_weight: Any) -> Any:
         y_pred = model(x, training=training) if accepts(model.call, "training") else model(x)
@@ -211,9 +212,20 @@ def prepare_model(model: Any, batch: Batch) -> None:
         raise ValueError(f"model {model.name!r} is not compiled, so it has no loss; call model.compile(loss=...) first")
     if not model.built:
         model(batch.head(1).x)
+    build_loss(model, batch)
+
+
+def build_loss(model: Any, batch: Batch) -> None:
+    """Make the loss objects that ``compile`` only named; ``fit`` makes the same ones inside its first step."""
+    import keras
+
     compile_loss = getattr(model, "_compile_loss", None)
-    if compile_loss is not None and not compile_loss.built and batch.y is not None:
-        model._symbolic_build(data_batch=(batch.x, batch.y, batch.sample_weight))
+    if compile_loss is None or compile_loss.built or batch.y is None:
+        return
+    inputs = keras.tree.map_structure(
+        lambda leaf: keras.KerasTensor(tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype)), batch.x
+    )
+    compile_loss.build(batch.y, model.compute_output_spec(inputs))
 
 
 def trains_compiled_loss(model: Any) -> bool:
