@@ -1,7 +1,7 @@
 """What a rule is, and the rules that GradWatch applies by default.
 
-A rule is any callable from a :class:`~keras_gradwatch.records.Window` to findings that are active now. Frozen dataclasses
-are customary: thresholds as fields, and no state, because the ledger in ``findings`` does the remembering.
+A rule is any callable from a :class:`~keras_gradwatch.records.Window` to findings that are active now. Frozen
+dataclasses are customary: thresholds as fields, and no state, because the ledger in ``findings`` does the remembering.
 
 Example:
     >>> from keras_gradwatch.rules import DEFAULT_RULES, Vanishing

@@ -1,4 +1,4 @@
-"""Quantities of a window that several rules read: which steps count, how strong a gradient is, how far the loss fell."""
+"""Quantities of a window that several rules read: steps that count, strengths of gradients, how far the loss fell."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def loss_level(losses: Float64Array) -> float:
 
 
 def improvement(losses: Float64Array) -> float:
-    """Share of the starting loss that is gone at the end: 0 = flat, 1 = all of it, negative = it grew; NaN when unknown.
+    """Share of the starting loss that is gone at the end: 0 = flat, 1 = all, negative = it grew; NaN when unknown.
 
     Medians of the first tenth and the last fifth (at least three steps each), because one batch's loss is noisy.
     """

@@ -40,10 +40,10 @@ class ZeroGradient:
     because the loss is exactly zero (converged hinge losses, all-zero sample weights), single odd steps.
 
     Attributes:
-        patience: steps in a row. Our choice: one-sample batches leave a live ReLU layer without gradient for a few steps.
+        patience: steps in a row. Our choice: one-sample batches leave a live ReLU layer without gradient at times.
         patience_checked: steps in a row when the gradient check agrees that the slope is zero.
-        noise: gradient norm × weight norm / |loss| below which the whole model gets nothing. Float32 resolves the loss to
-            6e-8 of itself, so moving every weight by its own size would not be seen.
+        noise: gradient norm × weight norm / |loss| below which the whole model gets nothing. Float32 resolves the loss
+            to 6e-8 of itself, so moving every weight by its own size would not be seen.
         converged: share of the window's largest loss below which a model whose gradients have all become zero is done.
     """
 
@@ -67,13 +67,14 @@ class ZeroGradient:
             return ()
         streak = self._streaks(window, alive)
         blocked = self._blocked(window, streak, total=alive.size)
-        return [self._finding(window, block, alive, int(streak[block].min())) for block in _neighbours(window, blocked)]
+        blocks = _neighbours(window, blocked)
+        return [self._finding(window, block, alive, int(streak[block].min())) for block in blocks]
 
     def _nothing_learns(self, window: Window, steps: Int64Array, alive: Int64Array) -> bool:
         """Whether no weight gets a gradient any more although there is a loss to reduce.
 
-        From the first step on that is a fault unless the loss is zero. Later it may be success: a hinge loss is then zero,
-        and a cross-entropy stands at its clipping constant (Keras clips probabilities at 1e-7), the same for every batch.
+        From the first step on that is a fault unless the loss is zero. Later it may be success: a hinge loss is then
+        zero, and a cross-entropy stands at the constant of Keras' clipping at 1e-7, the same for every batch.
         """
         patience = self.patience_checked if self._checked_zero(window).all() else self.patience
         silent = steps[steps > alive.max(initial=-1)]
@@ -88,9 +89,9 @@ class ZeroGradient:
 
     def _streaks(self, window: Window, counted: Int64Array) -> Int64Array:
         """Length of the run of zero gradients that ends at the newest counted step, per tensor, shape ``[V]``."""
-        zero = (window.column("grad_norm")[counted] == 0.0) | (self._checked_zero(window) & self._noise_only(window, counted))
-        backwards = zero[::-1]
-        return np.where(backwards.all(axis=0), len(counted), np.argmin(backwards, axis=0)).astype(np.int64)
+        zero = window.column("grad_norm")[counted] == 0.0
+        zero |= self._checked_zero(window) & self._noise_only(window, counted)
+        return np.where(zero.all(axis=0), len(counted), np.argmin(zero[::-1], axis=0)).astype(np.int64)
 
     def _checked_zero(self, window: Window) -> BoolArray:
         verdicts = {row.tensor: row.verdict for row in window.check.checks} if window.check else {}
@@ -120,7 +121,7 @@ class ZeroGradient:
             limit=self.noise,
             message=f"no weight gets a gradient{loss_words}: nothing can be learned{output_words}",
             advice=(
-                "check the output activation against the loss (softmax over one unit is constant, a relu output may be dead) "
+                "check the output activation against the loss (softmax over one unit is constant, a relu may be dead), "
                 "and that the loss depends on the predictions; float16 gradients may underflow"
             ),
             tensors=tuple(info.tensor for info in window.tensors),
@@ -160,8 +161,8 @@ class ZeroGradient:
 class Vanishing:
     """Gradients that fade from the loss towards the input until the first layers cannot learn.
 
-    A small ratio alone is no fault: Adam rescales it away. It is reported when, besides, the first layers cannot move the
-    loss (elasticity), or are hardly moved by the optimizer while later ones are, or the loss is flat.
+    A small ratio alone is no fault: Adam rescales it away. It is reported when, besides, the first layers cannot move
+    the loss (elasticity), or are hardly moved by the optimizer while later ones are, or the loss is flat.
 
     Elasticity: gradient norm × weight norm / |loss|, the relative change of the loss, to first order, when the tensor
     changes by its own size. It is free of the loss's and the weights' scale.
@@ -169,8 +170,8 @@ class Vanishing:
     Attributes:
         ratio: gradient rms in the first third of the kernels / largest in the last third. AUTOTRAINER uses 1e-3 between
             first and last kernel (Zhang et al. 2021, ``utils/monitor.py``); with the conditions below 1e-2 is safe.
-        elasticity: below it the first layers cannot matter. Measured on small models: healthy first kernels 0.06…50, one
-            whose gradient is scaled by 1e-4 on purpose and trains 1e-3, vanishing ones at most 4e-6.
+        elasticity: below it the first layers cannot matter. Measured on small models: healthy first kernels 0.06…50,
+            one that trains although its gradient is scaled by 1e-4 on purpose 1e-3, vanishing ones at most 4e-6.
         update: update ratio below which a layer does not move, if it also moves 100 times less than the last third.
             TheDeepChecker and AWS put healthy ratios above 1e-4 and 1e-8.
         flat: improvement of the loss below which it is flat. Our choice; measured 0.11 at most on vanishing models.
@@ -223,7 +224,7 @@ class Vanishing:
     ) -> Finding:
         faded = indices[np.median(profile, axis=0) <= math.log10(self.ratio)]
         tensors = tuple(window.tensors[i] for i in faded)
-        layers, first = layers_of(tensors), tensors[0]
+        first = tensors[0]
         strongest = window.tensors[indices[int(np.argmax(np.median(profile, axis=0)))]]
         update = float(np.median(window.column("update_ratio")[steps][:, faded[0]]))
         where = np.flatnonzero(steps)
@@ -237,8 +238,8 @@ class Vanishing:
             value=drop,
             limit=math.log10(self.ratio),
             message=(
-                f"{_span(layers)}: gradient rms falls by 10^{-drop:.1f} from {strongest.layer} to {first.layer}; updates move "
-                f"{first.tensor} by {update:.0e} of its size per step" + (f" ({origin})" if origin else "")
+                f"gradient rms falls by 10^{-drop:.1f} from {strongest.layer} to {first.layer}; "
+                f"updates move {first.tensor} by {update:.0e} of its size per step" + (f" ({origin})" if origin else "")
             ),
             advice=_vanishing_advice(tensors),
             tensors=tuple(info.tensor for info in tensors),
@@ -248,7 +249,7 @@ class Vanishing:
 def _neighbours(window: Window, blocked: BoolArray) -> list[Int64Array]:
     """Blocked layers that follow each other, as index arrays of their zero tensors.
 
-    A layer with kernels belongs if all its kernels are zero; a layer without (a norm) joins the block before it if any of
+    A layer with kernels belongs if all its kernels are zero; one without (a norm) joins the block before it if any of
     its weights is zero. Blocks need a kernel: a lone zero bias is often zero by mathematics.
     """
     lit, blocks, current = connected(window), list[Int64Array](), list[int]()
@@ -282,7 +283,3 @@ def _vanishing_advice(tensors: tuple[TensorInfo, ...]) -> str:
 
 def _snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-
-
-def _span(layers: tuple[str, ...]) -> str:
-    return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]}"
