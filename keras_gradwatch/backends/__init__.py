@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from types import ModuleType
 
 
-def program_backend() -> Any:
-    """The module that traces losses and gradients for the running Keras backend.
+def program_backend() -> ModuleType:
+    """The module that traces losses and gradients of models for the running Keras backend.
 
     Raises:
         NotImplementedError: the backend is not supported yet.
     """
+    return _module("program")
+
+
+def function_backend() -> ModuleType:
+    """The module that takes Jacobians of plain functions for the running Keras backend.
+
+    Raises:
+        NotImplementedError: the backend is not supported yet.
+    """
+    return _module("function")
+
+
+def _module(part: str) -> ModuleType:
     import keras
 
     name = keras.backend.backend()
-    if name == "tensorflow":
-        from keras_gradwatch.backends import tensorflow_program
-
-        return tensorflow_program
-    raise NotImplementedError(
-        f"Keras runs on the {name!r} backend; gradient checks need 'tensorflow'. "
-        "Set KERAS_BACKEND=tensorflow before importing keras."
-    )
+    if name != "tensorflow":
+        raise NotImplementedError(
+            f"Keras runs on the {name!r} backend. Expected 'tensorflow', the only one supported yet. "
+            "Set KERAS_BACKEND=tensorflow before importing keras."
+        )
+    return importlib.import_module(f"keras_gradwatch.backends.{name}_{part}")

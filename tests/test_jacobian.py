@@ -1,0 +1,173 @@
+"""Jacobians of plain functions, against algebra and against ``tf.test.compute_gradient`` (TensorFlow 2.21)."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_gradwatch import compute_gradient, compute_gradient_error
+
+# A float32 gradient against a float64 slope: float32 keeps 7 digits, a few of which a sum of tens of terms costs.
+FLOAT32 = 2e-6
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Standard normal float32 numbers."""
+    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
+
+
+def test_sigmoid_neuron() -> None:
+    """The gradient of (σ(x·w) − t)² w.r.t. x is 2 (σ − t) σ (1 − σ) w."""
+    x, w = normal(1, 3), normal(3, 1, seed=1)
+    analytic, numeric = compute_gradient(lambda x: tf.reduce_sum((tf.sigmoid(x @ tf.constant(w)) - 0.3) ** 2), [x])
+    s = 1 / (1 + np.exp(-(x.astype(float) @ w)))
+    exact = (2 * (s - 0.3) * s * (1 - s) * w.T).reshape(1, 3)
+    np.testing.assert_allclose(analytic[0], exact, atol=FLOAT32)
+    np.testing.assert_allclose(numeric[0], exact, atol=1e-9)  # truncation 1e-12, rounding 1e-10
+
+
+def test_linear_regression() -> None:
+    """The gradients of mean((xw + b − y)²) w.r.t. inputs, weights and bias come out exactly (the loss is quadratic)."""
+    x, w, b, y = normal(8, 3), normal(3, 1, seed=1), normal(1, seed=2), normal(8, 1, seed=3)
+    analytic, numeric = compute_gradient(lambda x, w, b: tf.reduce_mean((x @ w + b - y) ** 2), [x, w, b])
+    r = 2 / 8 * (x.astype(float) @ w + b - y)
+    exact = [(r @ w.T).reshape(1, -1), (x.T @ r).reshape(1, -1), r.sum().reshape(1, 1)]
+    for found, slope, truth in zip(analytic, numeric, exact, strict=True):
+        np.testing.assert_allclose(found, truth, atol=FLOAT32)
+        np.testing.assert_allclose(slope, truth, atol=1e-8)
+
+
+def test_wide_relu_network() -> None:
+    """All 12,001 weights of a 10-1000-1 ReLU network agree, where float32 differences would be off by per cents."""
+    x = normal(4, 10)
+    weights = [normal(10, 1000, seed=1), normal(1000, seed=2), normal(1000, 1, seed=3) / 30, normal(1, seed=4)]
+
+    def loss(w1: tf.Tensor, b1: tf.Tensor, w2: tf.Tensor, b2: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean((tf.nn.relu(x @ w1 + b1) @ w2 + b2) ** 2)
+
+    analytic, numeric = compute_gradient(loss, weights)
+    h = np.maximum(x.astype(float) @ weights[0] + weights[1], 0)
+    r = 2 / 4 * (h @ weights[2] + weights[3])
+    inner = (r @ weights[2].T) * (h > 0)
+    exact = [x.T @ inner, inner.sum(0), h.T @ r, r.sum(0)]
+    for found, slope, truth in zip(analytic, numeric, exact, strict=True):
+        scale = np.abs(truth).max()
+        np.testing.assert_allclose(found.ravel(), truth.ravel(), atol=FLOAT32 * max(1.0, scale))
+        np.testing.assert_allclose(slope.ravel(), truth.ravel(), atol=1e-7 * max(1.0, scale))
+
+
+FUNCTIONS = {
+    "elementwise": (lambda x: tf.exp(x) * x, [normal(2, 3)]),
+    "two arguments": (lambda x, y: tf.sin(x) @ y, [normal(2, 3), normal(3, 2, seed=1)]),
+    "float64": (lambda x: x**3, [normal(4).astype("float64")]),
+    "gather": (lambda t: tf.gather(t, [0, 0, 2]), [normal(4, 2)]),
+    "complex": (lambda z: z * z * tf.constant(1 + 2j, tf.complex64), [np.array([1 + 2j, 3 - 1j], "complex64")]),
+    "real of complex": (lambda z: tf.abs(z), [np.array([1 + 2j, 3 - 1j], "complex64")]),
+    "scalar": (lambda x: x * x, [3.0]),
+    "empty": (lambda x: x * 2, [np.zeros((0, 3), "float32")]),
+    "matrix inverse": (tf.linalg.inv, [normal(3, 3) + 3 * np.eye(3, dtype="float32")]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_parity_with_tensorflow(name: str) -> None:
+    """Shapes and analytic values are those of tf.test.compute_gradient; the numeric side is at least as close."""
+    f, x = FUNCTIONS[name]
+    analytic, numeric = compute_gradient(f, x)
+    theirs, differences = tf.test.compute_gradient(f, x)
+    assert [a.shape for a in analytic] == [t.shape for t in theirs]
+    assert [n.shape for n in numeric] == [t.shape for t in differences]
+    for mine, other, slope, difference in zip(analytic, theirs, numeric, differences, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-6, atol=1e-6)  # both float32 backpropagation
+        if mine.size:
+            assert np.abs(mine - slope).max() <= np.abs(other - difference).max() + FLOAT32 * np.abs(mine).max()
+
+
+def test_variables_and_constants_inside_are_widened() -> None:
+    """A function that reads a float32 variable and constant is still differenced in float64."""
+    w = tf.Variable(normal(3, 2, seed=1))
+    analytic, numeric = compute_gradient(lambda x: tf.tanh(x @ w) * tf.constant(0.7), [normal(4, 3)])
+    assert np.abs(analytic[0] - numeric[0]).max() < 3e-7  # float32 differences: 1e-4
+
+
+def test_loops_are_followed() -> None:
+    """A function with a loop in a nested tf.function is differenced in float64, too."""
+
+    @tf.function
+    def cubic(x: tf.Tensor) -> tf.Tensor:
+        total = tf.zeros_like(x)
+        for i in tf.range(3):
+            total += x ** tf.cast(i + 1, tf.float32)
+        return total
+
+    x = normal(3)
+    analytic, numeric = compute_gradient(cubic, [x])
+    exact = np.diag(1 + 2 * x.astype(float) + 3 * x.astype(float) ** 2)
+    np.testing.assert_allclose(analytic[0], exact, atol=1e-5)  # pow in float32
+    np.testing.assert_allclose(numeric[0], exact, atol=1e-7)
+
+
+def test_half_precision_is_checked_through_float64() -> None:
+    """A float16 gradient is right to its own precision, not to that of float16 differences (9e-2)."""
+    assert compute_gradient_error(tf.exp, [np.array([0.5, -1.0, 1.5], "float16")]) < 4e-3  # 4.5 · 2^-10
+
+
+def test_delta_is_honoured() -> None:
+    """With delta = 0.5 the central difference of x³ at 1 is 3 + 0.25, no better."""
+    _, numeric = compute_gradient(lambda x: x**3, [np.float32([1.0])], delta=0.5)
+    np.testing.assert_allclose(numeric[0], [[3.25]], atol=1e-12)
+
+
+def test_keras_weights_as_arguments() -> None:
+    """A model's weights, passed as values to stateless_call, agree in every entry."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)])
+    x = normal(4, 5)
+    error = compute_gradient_error(
+        lambda *w: tf.reduce_mean(model.stateless_call(list(w), [], x)[0] ** 2), list(model.trainable_variables)
+    )
+    assert error < FLOAT32
+
+
+def test_planted_fault_is_seen() -> None:
+    """A custom gradient that is 10 % too large shows as exactly that."""
+    squared = tf.custom_gradient(lambda x: (x * x, lambda upstream: upstream * 2.2 * x))
+    analytic, numeric = compute_gradient(squared, [np.float32([1.0, 2.0])])
+    np.testing.assert_allclose(np.diag(analytic[0]) / np.diag(numeric[0]), [1.1, 1.1], atol=1e-6)
+
+
+def test_stop_gradient_shows() -> None:
+    """A gradient of zero where the function moves is a difference, not a pass."""
+    assert compute_gradient_error(lambda x: x + tf.stop_gradient(x), [np.float32([1.0])]) == pytest.approx(
+        1.0, abs=1e-6
+    )
+
+
+def test_an_ignored_argument_is_refused() -> None:
+    """A function that does not use an argument is not passed as 0 = 0."""
+    with pytest.raises(ValueError, match="does not depend on its argument 1"):
+        compute_gradient(lambda x, y: x * 2, [np.float32([1.0]), np.float32([1.0])])
+
+
+def test_a_closure_over_variables_is_refused() -> None:
+    """A function that reads the variables from outside instead of taking them is told what to do."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    x = normal(4, 5)
+    with pytest.raises(ValueError, match="pass their values as arguments"):
+        compute_gradient(lambda *ignored: tf.reduce_sum(model(x)), model.trainable_variables)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: compute_gradient(tf.exp, np.ones(3)), ValueError, "list or tuple"),
+        (lambda: compute_gradient(tf.exp, [np.ones(3, int)]), TypeError, "integers have no gradient"),
+        (lambda: compute_gradient(tf.exp, [np.ones(3)], delta=-1.0), ValueError, "positive step"),
+        (lambda: compute_gradient(lambda x: tf.argmax(x), [np.float32([1, 2])]), TypeError, "float or complex tensor"),
+    ],
+)
+def test_bad_arguments(call, error, words) -> None:
+    """Bad arguments say what came in and what to do."""
+    with pytest.raises(error, match=words):
+        call()
