@@ -119,8 +119,9 @@ class Exploding:
             return None
         fifth = max(self.patience, losses.size // 5)
         start, end = loss_level(losses[:fifth]), float(np.median(losses[-fifth:]))
-        if starts_the_run(course.window):
-            start = min(start, float(np.abs(losses[: self.patience]).max()))
+        # Lost at once, the first fifth is high already; but one first loss may be small by luck, so ask for more.
+        if starts_the_run(course.window) and end >= 1e2 * self.loss_growth * abs(losses[0]):
+            start = min(start, abs(float(losses[0])))
         fast = float(np.median(course.ratio[-fifth:])) >= self.moving
         if not (start > 0 and end >= self.loss_growth * start and fast):
             return None

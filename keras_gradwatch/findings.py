@@ -47,8 +47,9 @@ class Ledger:
         Returns:
             The entries that are new, ordered as :attr:`findings`; empty when nothing is.
         """
-        new, active = [], []
-        for finding in sorted(findings, key=_order):
+        new, active = list[Finding](), list[Finding]()
+        # Causes first, so that a consequence reported at the same time finds its cause.
+        for finding in sorted(findings, key=lambda f: (len(CONSEQUENCES.get(f.finding, ())), _order(f))):
             place = next((i for i, entry in enumerate(self._entries) if _same(entry, finding)), None)
             if place is not None:
                 self._entries[place] = _merged(self._entries[place], finding)
@@ -57,8 +58,8 @@ class Ledger:
                 self._entries.append(finding)
                 new.append(finding)
                 active.append(finding)
-        self._active, self._step = tuple(active), step
-        return tuple(new)
+        self._active, self._step = tuple(sorted(active, key=_order)), step
+        return tuple(sorted(new, key=_order))
 
     @property
     def findings(self) -> tuple[Finding, ...]:

@@ -222,11 +222,11 @@ class Vanishing:
     def _finding(
         self, window: Window, steps: BoolArray, indices: Int64Array, profile: Float64Array, drop: float
     ) -> Finding:
-        faded = indices[np.median(profile, axis=0) <= math.log10(self.ratio)]
-        tensors = tuple(window.tensors[i] for i in faded)
-        first = tensors[0]
-        strongest = window.tensors[indices[int(np.argmax(np.median(profile, axis=0)))]]
-        update = float(np.median(window.column("update_ratio")[steps][:, faded[0]]))
+        typical = np.median(profile, axis=0)
+        drop = min(drop, float(typical[0]))
+        tensors = tuple(window.tensors[i] for i in indices[typical <= max(math.log10(self.ratio), typical[0])])
+        first, strongest = tensors[0], window.tensors[indices[int(np.argmax(typical))]]
+        update = float(np.median(window.column("update_ratio")[steps][:, window.tensors.index(first)]))
         where = np.flatnonzero(steps)
         origin = ", ".join(filter(None, (first.activation, _snake_case(first.initializer))))
         return Finding(
