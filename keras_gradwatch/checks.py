@@ -19,12 +19,14 @@ from keras_gradwatch.probe import (
     Subject,
     arrays_of,
     batch_of,
+    describe_weights,
+    has_loss,
     layer_subject,
     model_subject,
     prepare_model,
     trains_compiled_loss,
 )
-from keras_gradwatch.records import CheckResult, Culprit, Float64Array, TensorCheck
+from keras_gradwatch.records import CheckResult, Culprit, Float64Array, TensorCheck, TensorInfo
 from keras_gradwatch.shadow import float64_shadow
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ _FAILURES = frozenset({"mismatch", "nonfinite", "imprecise", "inconclusive", "di
 #: float32 (healthy models: 1e-7…1e-5), 1e2 for the half precisions (healthy: 5e-4…1e-2). Our choice.
 _ROUNDING_LIMITS = {"float64": 1e-6, "float32": 1e-2, "float16": 0.2, "bfloat16": 0.5}
 _UNITS = {"float64": 2.3e-16, "float32": 6e-8, "float16": 5e-4, "bfloat16": 4e-3}
+
+_OTHER_LOSS = "train_step is overridden and does not call compute_loss: the compiled loss is not what it trains"
 
 
 class GradientReport:
@@ -190,18 +194,20 @@ class Checker:
 
     def check(self, batch: Batch, *, seed: int = 0, weights: Sequence[Any] | None = None) -> CheckResult:
         """One check of the gradients on a batch (at other weights than the present ones if given)."""
+        if not self._compiled and not has_loss(self.root):
+            weights_only = tuple(info for info, _ in describe_weights(self.root))
+            return _untraceable(weights_only, f"{_OTHER_LOSS}, and compile was given no loss")
         subject, shadow, training, failure = self._traced(batch)
         if shadow is None:
-            return _untraceable(subject, failure)
+            return _untraceable(subject.tensors, failure)
         run = _Run(self, subject, shadow, training, batch, seed, weights)
         result = run.result()
         if not self._compiled:
-            note = "train_step is overridden and does not call compute_loss: the compiled loss is not what it trains"
             checks = tuple(
-                replace(c, verdict="inconclusive", reason=note) if c.verdict in ("ok", "zero", "kink") else c
+                replace(c, verdict="inconclusive", reason=_OTHER_LOSS) if c.verdict in ("ok", "zero", "kink") else c
                 for c in result.checks
             )
-            result = replace(result, checks=checks, notes=(*result.notes, note))
+            result = replace(result, checks=checks, notes=(*result.notes, _OTHER_LOSS))
         return result
 
     def gradients(self, batch: Batch) -> tuple[Subject, Any]:
@@ -291,7 +297,7 @@ class _Run:
         self.blame = Blame(checker.root, subject, shadow, self.values, seed, checker.settings, PointProblem)
 
     def result(self) -> CheckResult:
-        leaks = self.shadow.leaks()
+        leaks = self.shadow.leaks
         connected = np.array(self.shadow.connected, dtype=bool)
         finite = np.isfinite(self.problem.norms) & (self.problem.nonfinite == 0)
         usable = finite & np.array([not leak for leak in leaks], dtype=bool) & self._wanted()
@@ -424,9 +430,9 @@ def _blank(count: int) -> Outcome:
     return Outcome([""] * count, nan.copy(), nan.copy(), nan.copy(), [""] * count)
 
 
-def _untraceable(subject: Subject, failure: str) -> CheckResult:
-    checks = tuple(TensorCheck(tensor=t.tensor, verdict="inconclusive", reason=failure) for t in subject.tensors)
-    return CheckResult(tensors=subject.tensors, checks=checks, notes=(failure,))
+def _untraceable(tensors: tuple[TensorInfo, ...], failure: str) -> CheckResult:
+    checks = tuple(TensorCheck(tensor=t.tensor, verdict="inconclusive", reason=failure) for t in tensors)
+    return CheckResult(tensors=tensors, checks=checks, notes=(failure,))
 
 
 def _named(layer: str, surrogates: Sequence[str]) -> bool:

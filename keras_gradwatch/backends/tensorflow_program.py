@@ -7,6 +7,7 @@ base value, and each layer alone between its own inputs and outputs.
 
 from __future__ import annotations
 
+import functools
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -107,6 +108,7 @@ class Program:
         values = [_to_tensor(v, d) for v, d in zip((*moving, *fixed), self._dtypes, strict=True)]
         return values[: self._moving_count], values[self._moving_count :]
 
+    @functools.cached_property
     def leaks(self) -> list[str]:
         """Per moving tensor: the operation through which it falls below float64 on its way to the loss, or ''."""
         found = [""] * self._moving_count
@@ -202,7 +204,7 @@ class Program:
         """Values of any tensors of the graph at a point."""
         if not tensors:
             return []
-        function = self._wrapped.prune(self._feeds, list(tensors))
+        function = _pruned(self._wrapped, self._feeds, list(tensors))
         return list(function(*moving, *fixed))
 
     def finite(self, moving: Sequence[Any], fixed: Sequence[Any]) -> list[tuple[bool, bool, bool, bool]]:
@@ -261,10 +263,10 @@ class Traced:
         self._stops, self._draws = list(stops), list(draws)
         held = [g for g in self.gradients if g is not None]
         feeds = [*self.moving, *self.fixed]
-        self._full = wrapped.prune(feeds, [loss, *held, *self._stops, *self._draws])
+        self._full = _pruned(wrapped, feeds, [loss, *held, *self._stops, *self._draws])
         self._held = len(held)
         self._wrapped = wrapped
-        self._forward = wrapped.prune([*feeds, *self._stops, *self._draws], loss)
+        self._forward = _pruned(wrapped, [*feeds, *self._stops, *self._draws], loss)
         self._naive: Any = None
 
     def point(self, moving: Sequence[Any], fixed: Sequence[Any], loss_scale: float = 1.0) -> Point:
@@ -279,7 +281,7 @@ class Traced:
     def naive(self) -> Any:
         """The forward pass with stop_gradient as the identity it is (random draws stay frozen)."""
         if self._naive is None:
-            self._naive = self._wrapped.prune([*self.moving, *self.fixed, *self._draws], self.loss)
+            self._naive = _pruned(self._wrapped, [*self.moving, *self.fixed, *self._draws], self.loss)
         return self._naive
 
     @property
@@ -422,6 +424,15 @@ def _recording(calls: list[LayerCall]) -> Iterator[None]:
         yield
     finally:
         keras.Operation.__call__ = original
+
+
+def _pruned(wrapped: Any, feeds: Sequence[Any], fetches: Any) -> Any:
+    """Part of a graph as a function of a flat list of tensors."""
+    function = wrapped.prune(feeds, fetches)
+    # Without this every call first tries a structured signature, fails, and prints all its inputs into the error
+    # message it then drops: 30 ms a call (TensorFlow 2.21, ConcreteFunction._call_impl).
+    function._arg_keywords, function._signature = None, [None] * len(function.inputs)
+    return function
 
 
 def _unique(tensors: Sequence[Any]) -> list[Any]:
