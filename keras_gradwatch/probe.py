@@ -164,6 +164,7 @@ class Subject:
 
 def model_subject(model: Any, batch: Batch, *, training: bool = True) -> Subject:
     """The compiled loss of a model on a batch, exactly as ``fit`` computes it."""
+    build_model(model, batch)
     build_loss(model, batch)
 
     def scalar(x: Any, y: Any, sample_weight: Any) -> Any:
@@ -210,9 +211,18 @@ def prepare_model(model: Any, batch: Batch) -> None:
         )
     if not model.compiled:
         raise ValueError(f"model {model.name!r} is not compiled, so it has no loss; call model.compile(loss=...) first")
-    if not model.built:
-        model(batch.head(1).x)
+    build_model(model, batch)
     build_loss(model, batch)
+
+
+def build_model(model: Any, batch: Batch) -> None:
+    """Make the variables of a model that ``fit`` would make inside its first step; nothing else about it changes."""
+    import keras
+
+    if all(layer.built for layer in model._flatten_layers()):
+        return
+    with keras.StatelessScope():  # averages, seeds and added losses stay; new variables get their values on leaving
+        model(batch.x)
 
 
 def build_loss(model: Any, batch: Batch) -> None:
@@ -225,7 +235,15 @@ def build_loss(model: Any, batch: Batch) -> None:
     inputs = keras.tree.map_structure(
         lambda leaf: keras.KerasTensor(tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype)), batch.x
     )
-    compile_loss.build(batch.y, model.compute_output_spec(inputs))
+    with keras.name_scope(compile_loss.name):  # as in its own __call__: its metrics' variables carry the name
+        compile_loss.build(batch.y, model.compute_output_spec(inputs))
+
+
+def has_loss(model: Any) -> bool:
+    """False when there is no loss to compute on a batch: ``compile`` was given none, and no layer has added one."""
+    import keras
+
+    return model._compile_loss is not None or type(model).compute_loss is not keras.Model.compute_loss or bool(model.losses)
 
 
 def trains_compiled_loss(model: Any) -> bool:

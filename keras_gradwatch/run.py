@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -18,7 +18,7 @@ from keras_gradwatch.checks import Checker
 from keras_gradwatch.errors import GradientCheckError, GradientError, NonFiniteGradientError
 from keras_gradwatch.findings import Ledger
 from keras_gradwatch.history import History
-from keras_gradwatch.probe import Batch, arrays_of, batch_of, describe_weights, trains_compiled_loss
+from keras_gradwatch.probe import Batch, arrays_of, batch_of, describe_weights, has_loss, trains_compiled_loss
 from keras_gradwatch.records import STATISTICS, CheckResult, Culprit, Finding, StepRecord, TensorInfo, Window
 from keras_gradwatch.rules import Rule
 from keras_gradwatch.schedules import parse_check_schedule, parse_track_schedule
@@ -72,10 +72,12 @@ class Run:
         self._probe: Batch | None = None
         self._check: CheckResult | None = None
         self._fallback_statistics: Any = None
-        self._check_due = 0
+        self._checks_due: set[int] = set()
         self._epoch, self._epoch_start, self._offset, self._steps = 0, 1, 0, 0
+        self._epoch_norms, self._epoch_error = _Mean(), float("nan")
         self._since_rules, self._began, self._ended = 0, time.perf_counter(), 0.0
-        self._fallback = self._opened = False
+        self._clock, self._spent = self._began, dict(self._seconds)
+        self._fallback_since, self._opened = 0, False
         self._failed: set[str] = set()
         self._notes: list[str] = []
 
@@ -85,51 +87,52 @@ class Run:
         if not isinstance(settings.probe, int):
             self._probe = arrays_of(batch_of(settings.probe))
             _check_fits(model, self._probe)
-        self._weights = describe_weights(model)
-        self._rows = {id(variable): row for row, (_, variable) in enumerate(self._weights)}
-        optimizer = getattr(model, "optimizer", None)
-        if optimizer is not None and optimizer.built:
-            self._offset = int(np.asarray(optimizer.iterations))
+        self._describe()
+        self._offset = _steps_done(model)
         self._checker = Checker(model, surrogates=settings.surrogates)
         if not trains_compiled_loss(model):
             self._notes.append("train_step is overridden and its loss is not the compiled one: checks judge the compiled loss")
-        self._began = time.perf_counter()
+        self._began = self._clock = time.perf_counter()
 
     def begin_epoch(self, epoch: int) -> None:
         """The next step is the first of an epoch."""
         self._epoch, self._epoch_start = epoch, self._steps + 1
+        self._epoch_norms, self._epoch_error = _Mean(), float("nan")
 
     def wants(self, step: int) -> Request:
         """What the coming step must provide."""
-        if step != self._check_due and "checks" not in self._failed:
-            due = self._check_schedule.due(step, step == self._epoch_start)
-            self._check_due = step if due else self._check_due
-        track = self._track_schedule.due(step, step == self._epoch_start)
-        if self._fallback:
-            track = track and (step - 1) % FALLBACK_EVERY == 0
-            return Request(track=False, batch=track or step == self._check_due)
+        first = step == self._epoch_start
+        check = self._check_schedule.due(step, first) and "checks" not in self._failed
+        (self._checks_due.add if check else self._checks_due.discard)(step)
+        track = self._track_schedule.due(step, first)
+        if self._fallback_since:
+            return Request(batch=check or (track and self._fallback_due(step)))
         # The batch of every tracked step is held until the next one: a step that goes NaN is run again to find out why.
-        return Request(track=track, batch=track or step == self._check_due)
+        return Request(track=track, batch=track or check)
 
     def before_step(self, step: int, batch: Any) -> None:
         """Check the gradients, if it is time, before the weights move."""
         self._check, self._fallback_statistics = None, None
-        if step == self._check_due and self._checker is not None:
+        if self._checker is None:
+            return
+        if step in self._checks_due:
             with self._guarded("checks"):
                 self._check = self._checker.check(self._probe_of(batch), seed=self._settings.seed + self._offset + step)
                 self._checks.append(self._check)
-        if self._fallback and self._checker is not None and (step - 1) % FALLBACK_EVERY == 0:
+        if self._fallback_due(step):
             with self._guarded("capture"):
                 self._fallback_statistics = self._probe_statistics(batch)
 
     def after_step(self, step: int, captured: CapturedStep | None) -> None:
         """Record the step, and ask the rules when it is time."""
         self._steps = step
-        self._check_schedule.record(0.0, 0.0)
+        self._checks_due.discard(step)
+        self._tell_schedule()
         if captured is None and self._check is None and self._fallback_statistics is None:
             return
         new: tuple[Finding, ...] = ()
         with self._guarded("capture"):
+            self._open()
             if captured is not None and not captured.variables and self._weights:
                 self._fall_back()
             record = self._record(step, captured)
@@ -145,12 +148,9 @@ class Run:
         with self._guarded("capture"):
             self._act(self._ask_rules())
         first = self._offset + self._epoch_start
-        records = [r for r in self._recent if r.step >= first]
-        norms = [_global_norm(r) for r in records]
-        errors = [c.error for r in records if r.check is not None for c in r.check.checks if np.isfinite(c.error)]
         return {
-            "grad_norm": float(np.nanmean(norms)) if np.isfinite(norms).any() else float("nan"),
-            "grad_check_error": max(errors, default=float("nan")),
+            "grad_norm": self._epoch_norms.value,
+            "grad_check_error": self._epoch_error,
             "grad_findings": float(sum(f.last_step >= first for f in self._ledger.findings)),
         }
 
@@ -195,18 +195,30 @@ class Run:
     @contextmanager
     def _guarded(self, part: str) -> Iterator[None]:
         """Time a part of the watcher; its failure is told once and never reaches training."""
-        start = time.perf_counter()
         try:
-            yield
+            with self._timed(part):
+                yield
         except GradientError:
             raise
         except Exception as error:  # noqa: BLE001  training must not break because of the watcher
             self._fail(part, error)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        """Add to the seconds of a part; a part inside another counts once."""
+        start, others = time.perf_counter(), sum(self._seconds.values())
+        try:
+            yield
         finally:
-            elapsed = time.perf_counter() - start
-            self._seconds[part] += elapsed
-            if part == "checks":
-                self._check_schedule.record(elapsed, 0.0)
+            self._seconds[part] += time.perf_counter() - start - (sum(self._seconds.values()) - others)
+
+    def _tell_schedule(self) -> None:
+        """Seconds of checks and of training since the last step."""
+        now, before = time.perf_counter(), self._spent
+        self._spent = dict(self._seconds)
+        spent = sum(self._spent.values()) - sum(before.values())
+        self._check_schedule.record(self._spent["checks"] - before["checks"], now - self._clock - spent)
+        self._clock = now
 
     def _fail(self, part: str, error: Exception) -> None:
         if part in self._failed:
@@ -227,9 +239,17 @@ class Run:
         return Batch(*keras.utils.unpack_x_y_sample_weight(data)).head(self._settings.probe)
 
     def _fall_back(self) -> None:
-        self._fallback = True
-        note = "train_step calls no Keras optimizer that could be seen: norms are of the compiled loss on the probe"
-        self._notes.append(f"{note}, every {FALLBACK_EVERY} steps")
+        """From now on, look at the probe instead of the optimizers."""
+        self._fallback_since = self._steps + 1
+        note = "train_step calls no Keras optimizer that could be seen"
+        if has_loss(self._model):
+            self._notes.append(f"{note}: norms are of the compiled loss on the probe, every {FALLBACK_EVERY} steps")
+        else:
+            self._notes.append(f"{note}, and compile was given no loss: no gradient can be measured")
+
+    def _fallback_due(self, step: int) -> bool:
+        since = self._fallback_since
+        return 0 < since <= step and (step - since) % FALLBACK_EVERY == 0 and has_loss(self._model)
 
     def _probe_statistics(self, data: Any) -> tuple[Any, Any, float]:
         """Statistics of the probe's own gradient, where the optimizer's cannot be seen."""
@@ -263,8 +283,9 @@ class Run:
             learning_rate=_learning_rate(self._model), check=self._check,
         )  # fmt: skip
         self._check = None
-        if _nonfinite(record) and not any(f.finding == "nonfinite" for f in self._ledger.findings):
-            record = _with_culprits(record, self._diagnose(captured))
+        if _harmful(record) and not any(f.finding == "nonfinite" for f in self._ledger.findings):
+            with self._guarded("checks"):
+                return replace(record, culprits=self._diagnose(captured))
         return record
 
     def _diagnose(self, captured: CapturedStep | None) -> tuple[Culprit, ...]:
@@ -275,24 +296,30 @@ class Run:
         batch = Batch(*keras.utils.unpack_x_y_sample_weight(captured.batch))
         return self._checker.diagnose(batch, before)
 
+    def _describe(self) -> None:
+        self._weights = describe_weights(self._model)
+        self._rows = {id(variable): row for row, (_, variable) in enumerate(self._weights)}
+
+    def _open(self) -> None:
+        """Begin the history with the first step that is seen: a model may be built inside it."""
+        if self._opened:
+            return
+        self._opened = True
+        self._describe()
+        tensors = tuple(info for info, _ in self._weights)
+        inputs = tuple(t for t in self._check.tensors if t.role == "input") if self._check else ()
+        self._history = History((*tensors, *inputs), self._attributes())
+        with self._timed("sinks"):
+            self._settings.sinks.open((*tensors, *inputs), self._attributes())
+
     def _keep(self, record: StepRecord) -> None:
-        if not self._opened:
-            self._opened = True
-            tensors = tuple(info for info, _ in self._weights)
-            inputs = tuple(t for t in record.check.tensors if t.role == "input") if record.check else ()
-            self._history = History((*tensors, *inputs), self._attributes())
-            with self._timed("sinks"):
-                self._settings.sinks.open((*tensors, *inputs), self._attributes())
         self._recent.append(record)
         self._history.append(record)
+        self._epoch_norms.add(_global_norm(record))
+        errors = [c.error for c in record.check.checks] if record.check else []
+        self._epoch_error = float(np.fmax.reduce([self._epoch_error, *filter(np.isfinite, errors)]))
         with self._timed("sinks"):
             self._settings.sinks.write(record)
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._seconds[part] += time.perf_counter() - start
 
     def _ask_rules(self) -> tuple[Finding, ...]:
         self._since_rules = 0
@@ -351,7 +378,7 @@ class Run:
             "keras_gradwatch": __version__, "keras": keras.__version__, "backend": keras.backend.backend(),
             "model": self._model.name, "check_freq": settings.check_freq, "track_freq": settings.track_freq,
             "probe": settings.probe if isinstance(settings.probe, int) else "fixed data", "seed": settings.seed,
-            "surrogates": list(settings.surrogates), "gradients": "probe" if self._fallback else "training step",
+            "surrogates": list(settings.surrogates), "gradients": "probe" if self._fallback_since else "training step",
             "notes": list(self._notes),
         }  # fmt: skip
 
@@ -375,6 +402,30 @@ def _check_fits(model: Any, probe: Batch) -> None:
         )
 
 
+class _Mean:
+    """Mean of the finite numbers added; NaN when there is none."""
+
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0
+
+    def add(self, number: float) -> None:
+        if np.isfinite(number):
+            self._sum, self._count = self._sum + number, self._count + 1
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._count if self._count else float("nan")
+
+
+def _steps_done(model: Any) -> int:
+    """Steps the model's optimizer has taken, each micro-batch of an accumulation counted."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not optimizer.built:
+        return 0
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return int(np.asarray(inner.iterations)) * (inner.gradient_accumulation_steps or 1)
+
+
 def _learning_rate(model: Any) -> float:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
@@ -388,15 +439,19 @@ def _nonfinite(record: StepRecord) -> bool:
     return bool((record.loss is not None and not np.isfinite(record.loss)) or np.nansum(counts) > 0)
 
 
+def _harmful(record: StepRecord) -> bool:
+    """Non-finite, and not merely skipped by loss scaling: the loss is lost or a weight has moved."""
+    lost = record.loss is not None and not np.isfinite(record.loss)
+    moved = record.statistics[:, STATISTICS.index("update_ratio")] != 0.0  # NaN has moved, too
+    return _nonfinite(record) and (lost or bool(moved.any()))
+
+
 def _global_norm(record: StepRecord) -> float:
+    """Norm of all gradients of a step together; NaN when none was measured or any is not finite."""
     norms = record.statistics[:, STATISTICS.index("grad_norm")]
-    return float(np.sqrt(np.nansum(np.square(norms)))) if not np.isnan(norms).all() else float("nan")
-
-
-def _with_culprits(record: StepRecord, culprits: tuple[Culprit, ...]) -> StepRecord:
-    from dataclasses import replace
-
-    return replace(record, culprits=culprits)
+    if np.isnan(norms).all() or _nonfinite(record):
+        return float("nan")
+    return float(np.sqrt(np.nansum(np.square(norms))))
 
 
 def _error_of(finding: Finding, check: CheckResult | None) -> GradientError:
