@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -161,9 +161,11 @@ class Run:
         self._finish()
 
     def frame(self) -> pd.DataFrame:
-        """The history so far."""
+        """The history so far; its ``attrs`` hold the rest of the account, for reports from a file."""
         self._history.set_findings(self._ledger.findings)
-        return self._history.to_frame()
+        frame = self._history.to_frame()
+        frame.attrs.update(self._account())
+        return frame
 
     def findings_frame(self) -> pd.DataFrame:
         """The findings so far, one row each."""
@@ -369,6 +371,15 @@ class Run:
             self._settings.sinks.close()
         if self._settings.verbose:
             print(f"\n{self.summary()}")  # noqa: T201
+
+    def _account(self) -> dict[str, object]:
+        """What the rows do not say, fit for JSON."""
+        return {
+            "findings": [{**asdict(finding), "tensors": list(finding.tensors)} for finding in self._ledger.findings],
+            "cost": self.cost(), "steps": self._steps, "notes": list(self._notes),
+            "layer_classes": {info.layer: info.layer_class for info, _ in self._weights},
+            "reasons": {c.tensor: c.reason for result in self._checks for c in result.checks if c.reason},
+        }  # fmt: skip
 
     def _attributes(self) -> dict[str, object]:
         from keras_gradwatch import __version__
