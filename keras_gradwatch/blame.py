@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_gradwatch.check import CheckSettings, Problem, check_problem
+from keras_gradwatch.check import CheckSettings, Part, Problem, check_problem
 from keras_gradwatch.probe import Subject, layer_paths
 from keras_gradwatch.records import Culprit
 
@@ -185,8 +185,8 @@ class _Naive:
         self._problem = problem
         self.loss, self.scales, self.norms, self.sizes = problem.loss, problem.scales, problem.norms, problem.sizes
 
-    def line(self, seed: int) -> Any:
-        return _NaiveLine(self._problem.line(seed))
+    def line(self, seed: int, part: Part | None = None) -> Any:
+        return _NaiveLine(self._problem.line(seed, part))
 
     def jittered(self, size: float, seed: int) -> Any:
         return _Naive(self._problem.jittered(size, seed))

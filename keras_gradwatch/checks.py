@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from keras_gradwatch.backends import program_backend
 from keras_gradwatch.blame import Blame
-from keras_gradwatch.check import CheckSettings, Line, Outcome, Problem, check_problem
+from keras_gradwatch.check import CheckSettings, Line, Outcome, Part, Problem, blank_outcome, check_problem
 from keras_gradwatch.errors import GradientCheckError
 from keras_gradwatch.history import check_frame
 from keras_gradwatch.probe import (
@@ -273,9 +273,9 @@ class PointProblem:
         self.floor = floor or 0.05 * (float(np.median(typical)) if len(typical) else 1.0)
         self.scales: Float64Array = np.maximum(np.nan_to_num(rms), self.floor)
 
-    def line(self, seed: int) -> Line:
+    def line(self, seed: int, part: Part | None = None) -> Line:
         """Fresh directions through the point."""
-        line: Line = self.point.line(seed)
+        line: Line = self.point.line(seed, part)
         return line
 
     def jittered(self, size: float, seed: int) -> Problem:
@@ -302,7 +302,7 @@ class _Run:
         finite = np.isfinite(self.problem.norms) & (self.problem.nonfinite == 0)
         usable = finite & np.array([not leak for leak in leaks], dtype=bool) & self._wanted()
         evaluations = 0
-        outcome = _blank(len(leaks))
+        outcome = blank_outcome(len(leaks))
         if np.isfinite(self.problem.loss):
             outcome = check_problem(self.problem, self.seed, self.checker.settings, candidates=usable)
             evaluations = outcome.evaluations
@@ -423,11 +423,6 @@ class _Run:
         reason = f"differs on purpose: layer {named[0].layer} is named in surrogates"
         declared = [replace(c, verdict="declared", reason=reason) if c.verdict == "mismatch" else c for c in checks]
         return declared, others
-
-
-def _blank(count: int) -> Outcome:
-    nan = np.full(count, np.nan)
-    return Outcome([""] * count, nan.copy(), nan.copy(), nan.copy(), [""] * count)
 
 
 def _untraceable(tensors: tuple[TensorInfo, ...], failure: str) -> CheckResult:

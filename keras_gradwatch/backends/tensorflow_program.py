@@ -332,9 +332,9 @@ class Point:
                 found[i] = float(tf.norm(tf.cast(theirs, tf.float64) / scale - tf.cast(mine, tf.float64)))
         return found
 
-    def line(self, seed: int) -> Line:
+    def line(self, seed: int, part: tuple[int, int, int] | None = None) -> Line:
         """Directions through this point: per tensor one random (entries of size 1) and one along the gradient."""
-        return Line(self, seed)
+        return Line(self, seed, part)
 
     def moved(self, sizes: Float64Array, seed: int) -> Point:
         """The same scalar at a point where every tensor is jittered by ``sizes`` (rms per tensor)."""
@@ -348,11 +348,16 @@ class Point:
 class Line:
     """A point with directions through it: the loss as a function of two coefficients per tensor."""
 
-    def __init__(self, point: Point, seed: int) -> None:
+    def __init__(self, point: Point, seed: int, part: tuple[int, int, int] | None = None) -> None:
         self._point = point
         self._random = [
             tf.random.stateless_normal(value.shape, [seed, i], dtype=tf.float64) for i, value in enumerate(point.moving)
         ]
+        if part is not None:
+            j, start, stop = part
+            mask = np.zeros(point.moving[j].shape.num_elements())
+            mask[start:stop] = 1.0
+            self._random[j] *= mask.reshape(point.moving[j].shape)
         self._aligned = []
         slopes = []
         for random, gradient in zip(self._random, point.gradients, strict=True):
