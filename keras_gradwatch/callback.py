@@ -1,8 +1,8 @@
-"""``GradWatch``: the callback. It asks the schedules, holds the batch, hands everything on, and decides nothing itself."""
+"""``GradWatch``: the callback. It checks its arguments, hands every event on, and decides nothing itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -59,7 +59,8 @@ class GradWatch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships 
     def __init__(
         self, probe: Any = 8, *, check_freq: int | str | None = "epoch", track_freq: int | None = 1,
         rules: str | Sequence[Rule] = "default", stop_on: str | Sequence[str] = (), action: str = "stop",
-        surrogates: Sequence[str] = (), sinks: Sequence[Callable[[Finding], object]] = (), seed: int = 0, verbose: int = 1,
+        surrogates: Sequence[str] = (), sinks: Sequence[Callable[[Finding], object]] = (), seed: int = 0,
+        verbose: int = 1,
     ) -> None:  # fmt: skip
         super().__init__()
         parse_check_schedule(check_freq)
@@ -102,10 +103,11 @@ class GradWatch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Start afresh and begin to watch."""
         self._stop_watching()
-        model = self.model
-        self._run = Run(model, self._settings())
+        if isinstance(self.probe, Iterator):
+            self.probe = batch_of(self.probe).parts  # its first batch, for this and every later run
+        self._run = Run(self.model, self._settings(), release=self._stop_watching)
         self._run.begin()
-        self._capture = Capture.attach(model, self._run)
+        self._capture = Capture.attach(self.model, self._run)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Note where the epoch starts."""
@@ -140,8 +142,8 @@ class GradWatch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships 
         ):
             if not plain:
                 raise TypeError(
-                    f"Received {name} of type {type(value).__name__}. Expected the default kind, which has a JSON form. "
-                    f"Build the callback without {name} to save its configuration, and set it again after loading."
+                    f"Received {name} of type {type(value).__name__}. Expected the default kind, which has a JSON "
+                    f"form. Build the callback without {name} to save its configuration, and set it after loading."
                 )
         names = ("probe", "check_freq", "track_freq", "rules", "action", "seed", "verbose")
         config = {name: getattr(self, name) for name in names}
@@ -202,7 +204,7 @@ def _checked_stop_on(stop_on: Any, *, known_only: bool) -> tuple[str, ...]:
     unknown = [name for name in names if name not in FINDINGS]
     if unknown and known_only:
         raise ValueError(
-            f"Received stop_on with {', '.join(map(repr, unknown))}. Expected \"errors\" or names among "
+            f'Received stop_on with {", ".join(map(repr, unknown))}. Expected "errors" or names among '
             f"{', '.join(FINDINGS)}. Correct the name."
         )
     return names

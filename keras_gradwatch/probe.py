@@ -16,6 +16,8 @@ import numpy as np
 from keras_gradwatch.records import TensorInfo
 from keras_gradwatch.shadow import losses_of
 
+_NO_BATCH = "Received a {} that yields no batch. Expected at least one. Check that it is not used up already."
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -25,6 +27,11 @@ class Batch:
     y: Any = None
     sample_weight: Any = None
 
+    @property
+    def parts(self) -> tuple[Any, Any, Any]:
+        """The batch as ``(x, y, sample_weight)``."""
+        return self.x, self.y, self.sample_weight
+
     def head(self, count: int) -> Batch:
         """The first ``count`` samples."""
         import keras
@@ -32,14 +39,14 @@ class Batch:
         def first(leaf: Any) -> Any:
             return leaf[:count] if len(np.shape(leaf)) else leaf
 
-        return Batch(*(keras.tree.map_structure(first, part) for part in (self.x, self.y, self.sample_weight)))
+        return Batch(*(keras.tree.map_structure(first, part) for part in self.parts))
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """Structure, shapes and dtypes: batches with the same signature share a traced program."""
         import keras
 
-        leaves = keras.tree.flatten((self.x, self.y, self.sample_weight))
+        leaves = keras.tree.flatten(self.parts)
         return tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves)
 
 
@@ -60,17 +67,17 @@ def batch_of(data: Any) -> Batch:
         return batch_of(data())
     if isinstance(data, keras.utils.PyDataset):
         if len(data) == 0:
-            raise ValueError("the probe PyDataset has no batch; expected at least one")
+            raise ValueError(_NO_BATCH.format(type(data).__name__))
         return _checked(_unpacked(data[0]))
     if isinstance(data, Iterator) or (isinstance(data, Iterable) and not _is_batch(data)):
         first = next(iter(data), None)
         if first is None:
-            raise ValueError(f"the probe {type(data).__name__} yielded no batch; expected at least one")
+            raise ValueError(_NO_BATCH.format(type(data).__name__))
         return _checked(_unpacked(first))
     if not _is_batch(data):
         raise TypeError(
-            f"probe data of type {type(data).__name__} cannot be used; expected (x, y[, sample_weight]), an array, "
-            "a dict of inputs, a Dataset, a PyDataset, a generator, or a callable that returns one of these"
+            f"Received data of type {type(data).__name__}. Expected (x, y[, sample_weight]), an array, a dict of "
+            "inputs, a Dataset, a PyDataset, a generator, or a callable that returns one of these. Convert it."
         )
     return _checked(_unpacked(data))
 
@@ -86,10 +93,34 @@ def arrays_of(batch: Batch) -> Batch:
         if array.dtype == np.float64:
             return array.astype(keras.config.floatx())
         if array.dtype.kind not in "biuf":
-            raise TypeError(f"data of dtype {array.dtype} cannot be checked; expected numbers")
+            raise TypeError(
+                f"Received data of dtype {array.dtype}. Expected numbers. Encode words and categories as numbers first."
+            )
         return array
 
-    return Batch(*(keras.tree.map_structure(converted, part) for part in (batch.x, batch.y, batch.sample_weight)))
+    return Batch(*(keras.tree.map_structure(converted, part) for part in batch.parts))
+
+
+def check_fits(model: Any, batch: Batch) -> None:
+    """Whether a built model can be called with the inputs of a batch.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    import keras
+
+    if not all(layer.built for layer in model._flatten_layers()):
+        return  # it will be built on whatever comes first
+    try:
+        model.compute_output_spec(_symbolic(batch.x))
+    except Exception as error:
+        shapes = keras.tree.map_structure(lambda leaf: tuple(np.shape(leaf)), batch.x)
+        expected = keras.tree.map_structure(lambda leaf: tuple(leaf.shape), getattr(model, "input", None))
+        raise ValueError(
+            f"Received a probe whose inputs have the shapes {shapes}. Expected {expected or 'inputs'} as the model "
+            f"takes ({str(error).splitlines()[0]}). Give the probe the form of the training data, or a number of "
+            "samples to take it from the training batches."
+        ) from error
 
 
 class Subject:
@@ -114,7 +145,7 @@ class Subject:
         known = {id(v) for v in self.variables}
         self.state = [v for v in _every_variable(root) if id(v) not in known]
         self._scalar = scalar
-        self._structure = (batch.x, batch.y, batch.sample_weight)
+        self._structure = batch.parts
         leaves = keras.tree.flatten(self._structure)
         inputs = len(keras.tree.flatten(batch.x))
         self._moving_leaves = [i for i, leaf in enumerate(leaves) if i < inputs and _is_float(leaf)]
@@ -128,7 +159,7 @@ class Subject:
         """A batch's leaves as (moving inputs, fixed data)."""
         import keras
 
-        leaves = keras.tree.flatten((batch.x, batch.y, batch.sample_weight))
+        leaves = keras.tree.flatten(batch.parts)
         moving = [leaves[i] for i in self._moving_leaves]
         fixed = [leaf for i, leaf in enumerate(leaves) if i not in self._moving_leaves and leaf is not None]
         return moving, fixed
@@ -206,11 +237,14 @@ def prepare_model(model: Any, batch: Batch) -> None:
 
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"got an object of type {type(model).__name__}; expected a compiled keras.Model. "
+            f"Received an object of type {type(model).__name__}. Expected a compiled keras.Model. "
             "For a single layer use check_layer(layer, x)."
         )
     if not model.compiled:
-        raise ValueError(f"model {model.name!r} is not compiled, so it has no loss; call model.compile(loss=...) first")
+        raise ValueError(
+            f"Received model {model.name!r}, which is not compiled. Expected a model with a loss. "
+            "Call model.compile(loss=...) first."
+        )
     build_model(model, batch)
     build_loss(model, batch)
 
@@ -232,18 +266,16 @@ def build_loss(model: Any, batch: Batch) -> None:
     compile_loss = getattr(model, "_compile_loss", None)
     if compile_loss is None or compile_loss.built or batch.y is None:
         return
-    inputs = keras.tree.map_structure(
-        lambda leaf: keras.KerasTensor(tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype)), batch.x
-    )
     with keras.name_scope(compile_loss.name):  # as in its own __call__: its metrics' variables carry the name
-        compile_loss.build(batch.y, model.compute_output_spec(inputs))
+        compile_loss.build(batch.y, model.compute_output_spec(_symbolic(batch.x)))
 
 
 def has_loss(model: Any) -> bool:
     """False when there is no loss to compute on a batch: ``compile`` was given none, and no layer has added one."""
     import keras
 
-    return model._compile_loss is not None or type(model).compute_loss is not keras.Model.compute_loss or bool(model.losses)
+    own = type(model).compute_loss is not keras.Model.compute_loss
+    return own or model._compile_loss is not None or bool(model.losses)
 
 
 def trains_compiled_loss(model: Any) -> bool:
@@ -317,6 +349,15 @@ def _every_variable(root: Any) -> list[Any]:
     return list(found.values())
 
 
+def _symbolic(x: Any) -> Any:
+    import keras
+
+    def symbol(leaf: Any) -> Any:
+        return keras.KerasTensor(tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype))
+
+    return keras.tree.map_structure(symbol, x)
+
+
 def _is_float(leaf: Any) -> bool:
     import keras
 
@@ -325,7 +366,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _input_names(root: Any, x: Any) -> list[str]:
-    """Names of the leaves of ``x``: dict keys, the model's own input names, or ``input``, ``input_1``…"""
+    """Names of the leaves of ``x``: dict keys, the model's own input names, or ``input``, ``input_1`` and so on."""
     import keras
 
     paths = keras.tree.flatten_with_path(x)
@@ -346,7 +387,8 @@ def _is_batch(data: Any) -> bool:
 
     if isinstance(data, tuple):
         return 0 < len(data) <= 3
-    return isinstance(data, list | dict) or (hasattr(data, "dtype") and hasattr(data, "shape")) or keras.ops.is_tensor(data)
+    is_array = hasattr(data, "dtype") and hasattr(data, "shape")
+    return isinstance(data, list | dict) or is_array or keras.ops.is_tensor(data)
 
 
 def _unpacked(data: Any) -> Batch:
@@ -359,12 +401,13 @@ def _checked(batch: Batch) -> Batch:
     import keras
 
     lengths = {
-        int(np.shape(leaf)[0])
-        for leaf in keras.tree.flatten((batch.x, batch.y, batch.sample_weight))
-        if leaf is not None and len(np.shape(leaf))
+        int(np.shape(leaf)[0]) for leaf in keras.tree.flatten(batch.parts) if leaf is not None and len(np.shape(leaf))
     }
     if not lengths or 0 in lengths:
-        raise ValueError("the batch is empty: expected at least one sample")
+        raise ValueError("Received a batch without samples. Expected at least one. Check how the data are selected.")
     if len(lengths) > 1:
-        raise ValueError(f"x, y and sample_weight have different numbers of samples: {sorted(lengths)}")
+        raise ValueError(
+            f"Received x, y and sample_weight of different lengths: {sorted(lengths)} samples. Expected the same "
+            "number in all of them. Check how they are cut."
+        )
     return batch

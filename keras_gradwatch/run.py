@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,11 @@ from keras_gradwatch.checks import Checker
 from keras_gradwatch.errors import GradientCheckError, GradientError, NonFiniteGradientError
 from keras_gradwatch.findings import Ledger
 from keras_gradwatch.history import History
-from keras_gradwatch.probe import Batch, arrays_of, batch_of, describe_weights, has_loss, trains_compiled_loss
+from keras_gradwatch.probe import Batch, arrays_of, batch_of, check_fits, describe_weights, has_loss
 from keras_gradwatch.records import STATISTICS, CheckResult, Culprit, Finding, StepRecord, TensorInfo, Window
-from keras_gradwatch.rules import Rule
+from keras_gradwatch.rules import DEFAULT_RULES, Rule
 from keras_gradwatch.schedules import parse_check_schedule, parse_track_schedule
-from keras_gradwatch.sinks import SinkSet
+from keras_gradwatch.sinks import SinkSet, user_stacklevel
 from keras_gradwatch.stats import statistics_of
 
 if TYPE_CHECKING:
@@ -56,10 +57,15 @@ class Run:
     """Follows one training run as a :class:`~keras_gradwatch.capture.Listener`.
 
     Steps arrive counted from 1; the history counts the optimizer's steps, so a resumed run goes on where it stopped.
+
+    Args:
+        model: the model in training; ``None`` before the first run.
+        settings: the callback's arguments.
+        release: called before an error is raised out of ``fit``, which then tells no callback that it ends.
     """
 
-    def __init__(self, model: Any, settings: Settings) -> None:
-        self._model, self._settings = model, settings
+    def __init__(self, model: Any, settings: Settings, *, release: Callable[[], None] = lambda: None) -> None:
+        self._model, self._settings, self._release = model, settings, release
         self._check_schedule = parse_check_schedule(settings.check_freq)
         self._track_schedule = parse_track_schedule(settings.track_freq)
         self._ledger, self._history = Ledger(), History((), {})
@@ -83,15 +89,13 @@ class Run:
 
     def begin(self) -> None:
         """Look at the model before its first step."""
-        model, settings = self._model, self._settings
-        if not isinstance(settings.probe, int):
-            self._probe = arrays_of(batch_of(settings.probe))
-            _check_fits(model, self._probe)
-        self._describe()
-        self._offset = _steps_done(model)
-        self._checker = Checker(model, surrogates=settings.surrogates)
-        if not trains_compiled_loss(model):
-            self._notes.append("train_step is overridden and its loss is not the compiled one: checks judge the compiled loss")
+        if not isinstance(self._settings.probe, int):
+            self._probe = arrays_of(batch_of(self._settings.probe))
+            check_fits(self._model, self._probe)
+        with self._guarded("capture"):
+            self._describe()
+            self._offset = _steps_done(self._model)
+            self._checker = Checker(self._model, surrogates=self._settings.surrogates)
         self._began = self._clock = time.perf_counter()
 
     def begin_epoch(self, epoch: int) -> None:
@@ -130,7 +134,6 @@ class Run:
         self._tell_schedule()
         if captured is None and self._check is None and self._fallback_statistics is None:
             return
-        new: tuple[Finding, ...] = ()
         with self._guarded("capture"):
             self._open()
             if captured is not None and not captured.variables and self._weights:
@@ -139,14 +142,13 @@ class Run:
             self._keep(record)
             self._since_rules += 1
             alarming = _nonfinite(record) and not any(f.finding == "nonfinite" for f in self._ledger.findings)
-            if alarming or record.check is not None or self._since_rules >= RULE_EVERY:
-                new = self._ask_rules()
-        self._act(new)
+            if not (alarming or record.check is not None or self._since_rules >= RULE_EVERY):
+                return
+        self._act(self._ask_rules())
 
     def end_epoch(self) -> dict[str, float]:
         """The three keys for the logs of the epoch that ends."""
-        with self._guarded("capture"):
-            self._act(self._ask_rules())
+        self._act(self._ask_rules())
         first = self._offset + self._epoch_start
         return {
             "grad_norm": self._epoch_norms.value,
@@ -156,8 +158,7 @@ class Run:
 
     def end(self) -> None:
         """Close the books."""
-        with self._guarded("capture"):
-            self._act(self._ask_rules())
+        self._act(self._ask_rules())
         self._finish()
 
     def frame(self) -> pd.DataFrame:
@@ -198,10 +199,8 @@ class Run:
     def _guarded(self, part: str) -> Iterator[None]:
         """Time a part of the watcher; its failure is told once and never reaches training."""
         try:
-            with self._timed(part):
+            with self._timed("checks" if part == "checks" else "capture"):
                 yield
-        except GradientError:
-            raise
         except Exception as error:  # noqa: BLE001  training must not break because of the watcher
             self._fail(part, error)
 
@@ -229,11 +228,19 @@ class Run:
         step = self._offset + self._steps + 1
         message = f"GradWatch itself failed in {part} at step {step}: {type(error).__name__}: {error}"
         finding = Finding(
-            finding="watcher_failed", layer="GradWatch", first_step=step, last_step=step, severity="info", message=message,
-            advice=f"Training goes on unharmed, without {part}; please report this with the message above.",
+            finding="watcher_failed", layer="GradWatch", first_step=step, last_step=step, severity="info",
+            message=message,
+            advice=f"training goes on unharmed, without {part}; {self._remedy(part)}please report this message",
         )  # fmt: skip
         self._ledger.update((*self._ledger.active, finding), step)
-        warnings.warn(f"{message}. Training goes on.", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{message}. Training goes on.", RuntimeWarning, stacklevel=user_stacklevel(sys._getframe()))
+
+    def _remedy(self, part: str) -> str:
+        if part == "rules" and self._settings.rules is not DEFAULT_RULES:
+            return "if one of your own rules raised it, mend that; otherwise "
+        if part == "checks" and self._probe is not None:
+            return "if the probe has not the form of the training batches, mend that; otherwise "
+        return ""
 
     def _probe_of(self, data: Any) -> Batch:
         if self._probe is not None:
@@ -325,11 +332,12 @@ class Run:
 
     def _ask_rules(self) -> tuple[Finding, ...]:
         self._since_rules = 0
-        if not self._recent:
-            return ()
-        window = self._window()
-        found = [finding for rule in self._settings.rules for finding in rule(window)]
-        return self._ledger.update(found, int(window.steps[-1]))
+        if self._recent and "rules" not in self._failed:
+            with self._guarded("rules"):
+                window = self._window()
+                found = [finding for rule in self._settings.rules for finding in rule(window)]
+                return self._ledger.update(found, int(window.steps[-1]))
+        return ()
 
     def _window(self) -> Window:
         records = list(self._recent)
@@ -360,6 +368,7 @@ class Run:
         self._model.stop_training = True
         if self._settings.action == "raise":
             self._finish()
+            self._release()
             raise _error_of(reasons[0], self._checks[-1] if self._checks else None)
 
     def _finish(self) -> None:
@@ -370,13 +379,15 @@ class Run:
         with self._timed("sinks"):
             self._settings.sinks.close()
         if self._settings.verbose:
-            print(f"\n{self.summary()}")  # noqa: T201
+            with self._guarded("summary"):
+                print(f"\n{self.summary()}")  # noqa: T201
 
     def _account(self) -> dict[str, object]:
         """What the rows do not say, fit for JSON."""
         return {
             "findings": [{**asdict(finding), "tensors": list(finding.tensors)} for finding in self._ledger.findings],
-            "cost": self.cost(), "steps": self._steps, "notes": list(self._notes),
+            "cost": self.cost(), "steps": self._steps,
+            "notes": list(dict.fromkeys((*self._notes, *(note for check in self._checks for note in check.notes)))),
             "layer_classes": {info.layer: info.layer_class for info, _ in self._weights},
             "reasons": {c.tensor: c.reason for result in self._checks for c in result.checks if c.reason},
         }  # fmt: skip
@@ -390,27 +401,7 @@ class Run:
             "model": self._model.name, "check_freq": settings.check_freq, "track_freq": settings.track_freq,
             "probe": settings.probe if isinstance(settings.probe, int) else "fixed data", "seed": settings.seed,
             "surrogates": list(settings.surrogates), "gradients": "probe" if self._fallback_since else "training step",
-            "notes": list(self._notes),
         }  # fmt: skip
-
-
-def _check_fits(model: Any, probe: Batch) -> None:
-    """Does a fixed probe fit the model's inputs?"""
-    expected = list(getattr(model, "inputs", None) or [])
-    leaves = keras.tree.flatten(probe.x)
-    if not expected:
-        return
-    shapes = [tuple(np.shape(leaf)) for leaf in leaves]
-    wanted = [tuple(tensor.shape) for tensor in expected]
-    fits = len(shapes) == len(wanted) and all(
-        len(s) == len(w) and all(b is None or a == b for a, b in zip(s[1:], w[1:], strict=True))
-        for s, w in zip(shapes, wanted, strict=True)
-    )
-    if not fits:
-        raise ValueError(
-            f"Received a probe whose inputs have the shapes {shapes}. Expected {wanted}, as the model takes. "
-            "Give the probe the same form as the training data, or an int to take it from the training batches."
-        )
 
 
 class _Mean:

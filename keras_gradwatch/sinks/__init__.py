@@ -89,7 +89,7 @@ class SinkSet:
             f"The sink {_name(sink)} raised {type(error).__name__} in {method}: {error}. Training goes on and "
             "the history stays complete, but this sink gets nothing more in this run. Mend it or take it out of sinks.",
             RuntimeWarning,
-            stacklevel=_stacklevel(sys._getframe()),
+            stacklevel=user_stacklevel(sys._getframe()),
         )
 
 
@@ -102,10 +102,10 @@ def _name(sink: Sink) -> str:
     return getattr(sink, "__qualname__", type(sink).__name__)
 
 
-def _stacklevel(frame: FrameType) -> int:
+def user_stacklevel(frame: FrameType) -> int:
     """The stacklevel that points a warning issued in ``frame`` at the user's line, such as ``model.fit(…)``."""
     level, caller = 1, frame
-    while caller.f_back is not None and _package(caller) in ("keras_gradwatch", "keras"):
+    while caller.f_back is not None and _package(caller) in ("keras_gradwatch", "keras", "contextlib"):
         level, caller = level + 1, caller.f_back
     return level
 
