@@ -370,7 +370,7 @@ def _input_names(root: Any, x: Any) -> list[str]:
     import keras
 
     paths = keras.tree.flatten_with_path(x)
-    given = [layer.name for layer in getattr(root, "layers", []) if isinstance(layer, keras.layers.InputLayer)]
+    given = [tensor.name for tensor in getattr(root, "inputs", None) or []]  # functional and sequential models
     names = []
     for i, (path, _) in enumerate(paths):
         if path and isinstance(path[0], str):

@@ -116,7 +116,6 @@ class Run:
 
     def before_step(self, step: int, batch: Any) -> None:
         """Check the gradients, if it is time, before the weights move."""
-        self._check, self._fallback_statistics = None, None
         if self._checker is None:
             return
         if step in self._checks_due:
@@ -134,6 +133,7 @@ class Run:
         self._tell_schedule()
         if captured is None and self._check is None and self._fallback_statistics is None:
             return
+        rules_due = False
         with self._guarded("capture"):
             self._open()
             if captured is not None and not captured.variables and self._weights:
@@ -141,10 +141,11 @@ class Run:
             record = self._record(step, captured)
             self._keep(record)
             self._since_rules += 1
-            alarming = _nonfinite(record) and not any(f.finding == "nonfinite" for f in self._ledger.findings)
-            if not (alarming or record.check is not None or self._since_rules >= RULE_EVERY):
-                return
-        self._act(self._ask_rules())
+            alarming = _nonfinite(record) and not self._found("nonfinite")
+            rules_due = alarming or record.check is not None or self._since_rules >= RULE_EVERY
+        self._check, self._fallback_statistics = None, None
+        if rules_due:
+            self._act(self._ask_rules())
 
     def end_epoch(self) -> dict[str, float]:
         """The three keys for the logs of the epoch that ends."""
@@ -291,8 +292,7 @@ class Run:
             step=self._offset + step, epoch=self._epoch, loss=loss, statistics=statistics, connected=connected,
             learning_rate=_learning_rate(self._model), check=self._check,
         )  # fmt: skip
-        self._check = None
-        if _harmful(record) and not any(f.finding == "nonfinite" for f in self._ledger.findings):
+        if _harmful(record) and not self._found("nonfinite"):
             with self._guarded("checks"):
                 return replace(record, culprits=self._diagnose(captured))
         return record
@@ -304,6 +304,9 @@ class Run:
         before = {id(v): w for v, w in zip(captured.variables, captured.previous_weights, strict=True)}
         batch = Batch(*keras.utils.unpack_x_y_sample_weight(captured.batch))
         return self._checker.diagnose(batch, before)
+
+    def _found(self, finding: str) -> bool:
+        return any(entry.finding == finding for entry in self._ledger.findings)
 
     def _describe(self) -> None:
         self._weights = describe_weights(self._model)
@@ -387,6 +390,7 @@ class Run:
         return {
             "findings": [{**asdict(finding), "tensors": list(finding.tensors)} for finding in self._ledger.findings],
             "cost": self.cost(), "steps": self._steps,
+            "gradients": "probe" if self._fallback_since else "training step",
             "notes": list(dict.fromkeys((*self._notes, *(note for check in self._checks for note in check.notes)))),
             "layer_classes": {info.layer: info.layer_class for info, _ in self._weights},
             "reasons": {c.tensor: c.reason for result in self._checks for c in result.checks if c.reason},
@@ -400,7 +404,7 @@ class Run:
             "keras_gradwatch": __version__, "keras": keras.__version__, "backend": keras.backend.backend(),
             "model": self._model.name, "check_freq": settings.check_freq, "track_freq": settings.track_freq,
             "probe": settings.probe if isinstance(settings.probe, int) else "fixed data", "seed": settings.seed,
-            "surrogates": list(settings.surrogates), "gradients": "probe" if self._fallback_since else "training step",
+            "surrogates": list(settings.surrogates),
         }  # fmt: skip
 
 
