@@ -1,25 +1,25 @@
-"""Watches training steps from inside ``fit``: the gradients the optimizer really received, and the batch they came from.
+"""Watches training steps from inside ``fit``: the gradients the optimizer received, and the batch they came from.
 
 ``model.train_function`` is replaced by a dispatcher. On a step that a listener wants tracked, the dispatcher calls an
-instrumented copy of the user's own ``train_step``, whose logs carry a few numbers per weight out of the compiled step; on
-every other step it calls the user's function, untouched. The real step runs exactly once either way.
+instrumented copy of the user's own ``train_step``, whose logs carry a few numbers per weight out of the compiled step;
+on every other step it calls the user's function, untouched. The real step runs exactly once either way.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from keras_gradwatch.backends import step_backend
 from keras_gradwatch.records import Float64Array
 
 #: Weights of more elements than this in total are not handed out as ``previous_weights``: they would double in memory.
 KEEP_WEIGHTS_LIMIT = 50_000_000
 
-#: The dispatcher is kept on the function it stands in for, not on the model: it lives as long as that function does, and the
-#: next ``fit`` finds the instrumented function already traced.
+#: The dispatcher is kept on the function it stands in for, not on the model: it lives as long as that function does,
+#: and the next ``fit`` finds the instrumented function already traced.
 _CACHE = "_keras_gradwatch_dispatcher"
 
 
@@ -28,8 +28,9 @@ class Request:
     """What a listener wants of the coming step.
 
     Attributes:
-        track: gradient statistics of the step.
-        batch: the batch, before and after the step.
+        track: gradient statistics of the step, its batch among them.
+        batch: the batch before the step runs. It must then be pulled by itself, which costs a small model a tenth of
+            a step; a tracked step hands over its batch afterwards at no cost.
     """
 
     track: bool = False
@@ -49,8 +50,8 @@ class Listener(Protocol):
     def wants(self, step: int) -> Request:
         """What to provide for the coming step.
 
-        Asked before the step runs, for all steps of a ``steps_per_execution`` block before its first; must be cheap. The
-        data may end inside a block, and a step that did not run is asked about again.
+        Asked before the step runs, for all steps of a ``steps_per_execution`` block before its first; must be cheap.
+        The data may end inside a block, and a step that did not run is asked about again.
         """
         ...
 
@@ -70,19 +71,20 @@ class Listener(Protocol):
 class CapturedStep:
     """What was seen of one training step.
 
-    The gradients are those handed to the optimizer: loss scale divided out, before clipping, and of each micro-batch alone
-    under gradient accumulation. A variable that is updated more than once in a step is listed once, with the gradient of
-    the last time and the update of the whole step.
+    The gradients are those handed to the optimizer: loss scale divided out, before clipping, and of each micro-batch
+    alone under gradient accumulation. A variable that is updated more than once in a step is listed once, with the
+    gradient of the last time and the update of the whole step. An optimizer called inside a ``tf.cond`` or a loop of
+    the train_step cannot be seen, nor can one that no attribute of the model leads to.
 
     Attributes:
-        variables: Keras variables in the order in which the optimizers received them; empty when the train_step called no
-            Keras optimizer that could be seen.
+        variables: Keras variables in the order in which the optimizers received them; empty when the train_step called
+            no Keras optimizer that could be seen.
         statistics: shape ``[V, len(STATISTICS)]``, float64.
         connected: shape ``[V]``, False where the gradient is None (its row is NaN but for ``weight_norm``).
         loss: this batch's own loss; ``None`` when the train_step computed none that could be seen.
         previous_weights: tensors of ``variables`` from before the step; ``None`` when they are larger than
             :data:`KEEP_WEIGHTS_LIMIT` in total.
-        batch: what ``train_step`` saw, when it was asked for.
+        batch: what ``train_step`` saw.
     """
 
     variables: tuple[Any, ...]
@@ -105,10 +107,10 @@ class Patch:
 class Capture:
     """A listener's place in the training of one model. Several may watch the same model.
 
-    A ``fit`` that dies leaves its callbacks without ``on_train_end``. Two signs tell the dispatcher that a capture is left
-    over from such a run, and it is dropped before it sees another step: the model has a new ``History`` (each ``fit`` makes
-    one), or the capture was told of batches through :meth:`begin_batch` and was not told of this one. A loop of
-    ``train_on_batch`` that never calls :meth:`begin_batch` is followed until :meth:`detach`.
+    A ``fit`` that dies leaves its callbacks without ``on_train_end``. Two signs tell the dispatcher that a capture is
+    left over from such a run, and it is dropped before it sees another step: the model has a new ``History`` (each
+    ``fit`` makes one), or the capture was told of batches through :meth:`begin_batch` and was not told of this one. A
+    loop of ``train_on_batch`` that never calls :meth:`begin_batch` is followed until :meth:`detach`.
     """
 
     def __init__(self, model: Any, listener: Listener, dispatcher: _Dispatcher) -> None:
@@ -131,7 +133,7 @@ class Capture:
             The capture to detach when training ends.
 
         Raises:
-            RuntimeError: the Keras backend is not supported yet.
+            NotImplementedError: the Keras backend is not supported yet.
         """
         dispatcher = _dispatcher_of(model)
         capture = cls(model, listener, dispatcher)
@@ -143,7 +145,7 @@ class Capture:
         self._dispatcher.remove(self)
 
     def begin_batch(self) -> None:
-        """Say that this run is alive and the next call of the train function belongs to it (``on_train_batch_begin``)."""
+        """Say that the next call of the train function belongs to this run (in ``on_train_batch_begin``)."""
         self._batches_announced = self._batch_begun = True
 
     @property
@@ -159,13 +161,13 @@ class Capture:
 
 
 class _Dispatcher:
-    """Stands in for a model's ``train_function``: decides for each step which function runs, and tells the listeners."""
+    """Stands in for a model's ``train_function``: decides which function runs a step, and tells the listeners."""
 
     def __init__(self, model: Any, original: Callable[[Any], Any]) -> None:
         self.model = model
         self.steps = 0
         self._original = original
-        self._backend = _step_backend()
+        self._backend = step_backend()
         self._tracked: Any = None
         self._captures: tuple[Capture, ...] = ()
 
@@ -192,11 +194,9 @@ class _Dispatcher:
             return self._original(iterator)
         count = int(self.model.steps_per_execution)
         plan = [_Plan.of(self._captures, offset) for offset in range(1, count + 1)]
-        if not any(one.total.track or one.total.batch for one in plan):
-            return self._run_untouched(iterator, plan)
-        if count == 1 and not plan[0].total.batch:
-            return self._run_one(plan[0], iterator, None)
-        return self._run_one_by_one(iterator, plan)
+        if any(one.total.track or one.total.batch for one in plan):
+            return self._run_one_by_one(iterator, plan)
+        return self._run_untouched(iterator, plan)
 
     def _run_untouched(self, iterator: Any, plan: Sequence[_Plan]) -> Any:
         """The user's own function; the data may end before the block does."""
@@ -208,39 +208,40 @@ class _Dispatcher:
         return logs
 
     def _run_one_by_one(self, iterator: Any, plan: Sequence[_Plan]) -> Any:
-        """Each step of the block on its own batch, pulled when its turn comes; ends with the data or a stop."""
+        """Each step of the block by itself, on a batch pulled when its turn comes; ends with the data or a stop."""
         logs = None
-        for one, batch in zip(plan, self._backend.batches(iterator), strict=False):
-            logs = self._run_one(one, [batch], batch)
+        for one in plan:
+            try:
+                logs, captured = self._run_one(iterator, one)
+            except self._backend.END_OF_DATA:
+                if logs is None:
+                    raise
+                break
+            self._announce(one, captured)
             if self.model.stop_training:
                 break
-        if logs is None:
-            raise StopIteration  # What Keras' own function does when there is no batch left.
         return logs
 
-    def _run_one(self, plan: _Plan, iterator: Any, batch: Any) -> Any:
-        for capture, request in plan.requests:
-            if request.batch:
-                capture.listener.before_step(capture.steps_seen + 1, batch)
-        if plan.total.track:
-            logs, captured = self._run_tracked(iterator)
-        else:
-            logs, captured = self._original(iterator), None
-        self._announce(plan, captured, batch)
-        return logs
-
-    def _announce(self, plan: _Plan, captured: CapturedStep | None, batch: Any = None) -> None:
-        self.steps += 1
-        for capture, request in plan.requests:
-            seen = replace(captured, batch=batch if request.batch else None) if captured and request.track else None
-            capture.listener.after_step(capture.steps_seen, seen)
-
-    def _run_tracked(self, iterator: Any) -> tuple[Any, CapturedStep]:
+    def _run_one(self, iterator: Any, plan: _Plan) -> tuple[Any, CapturedStep | None]:
+        in_graph = plan.total.track and not plan.total.batch and self.model.steps_per_execution == 1
+        source = iterator if in_graph else [next(iterator)]
+        if plan.total.batch:
+            seen = self._backend.as_seen(source[0])
+            for capture, request in plan.requests:
+                if request.batch:
+                    capture.listener.before_step(capture.steps_seen + 1, seen)
+        if not plan.total.track:
+            return self._original(source), None
         if self._tracked is None:
             self._tracked = self._backend.TrackedStep(self.model)
         with _patched(self._tracked.patches):
-            logs = self._tracked.function(iterator)
-        return self._tracked.open(logs)
+            result: tuple[Any, CapturedStep] = self._tracked.run(source)
+        return result
+
+    def _announce(self, plan: _Plan, captured: CapturedStep | None) -> None:
+        self.steps += 1
+        for capture, request in plan.requests:
+            capture.listener.after_step(capture.steps_seen, captured if request.track else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,16 +317,3 @@ def _patched(patches: Iterable[Patch]) -> Iterator[None]:
 
 
 _ABSENT = object()
-
-
-def _step_backend() -> Any:
-    """The module that knows how the current Keras backend runs a training step."""
-    import keras
-
-    name = keras.backend.backend()
-    if name != "tensorflow":
-        raise RuntimeError(
-            f"GradWatch cannot follow training on the Keras backend {name!r} yet: only 'tensorflow' is supported. "
-            "Set KERAS_BACKEND=tensorflow before importing keras, or use check_gradients, which does not train."
-        )
-    return importlib.import_module("keras_gradwatch.backends.tensorflow_step")

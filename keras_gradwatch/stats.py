@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from keras_gradwatch.records import STATISTICS, Float64Array, Int64Array
+from keras_gradwatch.records import STATISTICS, Float64Array
 
-#: What a backend sums per tensor inside the compiled step, in column order. Six numbers are all that leaves the device;
-#: everything that needs a root, a quotient or a convention happens here, once for all backends.
+#: What a backend reduces each tensor to inside the compiled step, in row order. Six numbers are all that leaves the
+#: device; everything that needs a root, a quotient or a convention happens here, once for all backends.
 REDUCTIONS = (
     "gradient_square_sum",
     "gradient_absmax",
@@ -25,33 +25,39 @@ def statistics_from_reductions(
     """The statistics of all tensors of one step.
 
     Args:
-        reductions: shape ``[V, len(REDUCTIONS)]``, sums over the elements of each tensor; NaN counts as non-zero.
-        sizes: shape ``[V]``, number of elements of each tensor. A sparse gradient counts its missing rows as zeros.
+        reductions: shape ``[len(REDUCTIONS), V]``, over the elements of each tensor; a NaN counts as non-zero.
+        sizes: shape ``[V]``, number of elements of each tensor, those a sparse gradient leaves out included.
         connected: shape ``[V]``, False where the gradient is None.
 
     Returns:
-        Float64 array of shape ``[V, len(STATISTICS)]``. Rows without a gradient are NaN but for ``weight_norm``. An empty
-        tensor has norms, rms and zero fraction 0. A weight of norm 0 has an ``update_ratio`` of 0 when it stays there
-        and of 1 when it moves: it changed by all of its new size (our choice; the quotient would be infinite).
+        Float64 array of shape ``[V, len(STATISTICS)]``. Rows without a gradient are NaN but for ``weight_norm``. An
+        empty tensor has norms, rms and zero fraction 0. A weight of norm 0 has an ``update_ratio`` of 0 when it stays
+        there and of 1 when it moves: it changed by all of its new size (our choice; the quotient would be infinite).
+
+    Example:
+        >>> statistics_from_reductions([[25.0], [4.0], [2], [0], [1.0], [0.25]], [4], [True])[0].tolist()
+        [5.0, 2.5, 4.0, 0.5, 0.0, 1.0, 0.5]
     """
-    table: Float64Array = np.asarray(reductions, dtype=np.float64).reshape(-1, len(REDUCTIONS))
-    size: Int64Array = np.maximum(np.asarray(sizes, dtype=np.int64), 1)
-    square_sum, absmax, nonzero, nonfinite, weight_square_sum, update_square_sum = table.T
+    table = np.asarray(reductions, dtype=np.float64).reshape(len(REDUCTIONS), -1)
+    square_sum, absmax, nonzero, nonfinite, weight_square_sum, update_square_sum = table
+    size = np.maximum(np.asarray(sizes, dtype=np.float64), 1.0)
     norm, weight_norm, update_norm = np.sqrt(square_sum), np.sqrt(weight_square_sum), np.sqrt(update_square_sum)
-    at_zero = weight_norm == 0.0
-    result = np.empty((len(table), len(STATISTICS)), dtype=np.float64)
-    result[:, 0] = norm
-    result[:, 1] = norm / np.sqrt(size)
-    # Whether max() lets a NaN through depends on the device; a sum always does.
-    result[:, 2] = np.where(np.isnan(square_sum), np.nan, absmax)
-    result[:, 3] = np.where(np.asarray(sizes) > 0, 1.0 - nonzero / size, 0.0)
-    result[:, 4] = nonfinite
-    result[:, 5] = weight_norm
+    result = np.empty((len(STATISTICS), table.shape[1]))
+    result[0] = norm
+    result[1] = norm / np.sqrt(size)
+    # Whether a maximum lets a NaN through depends on the device; a sum always does.
+    result[2] = np.where(np.isnan(square_sum), np.nan, absmax)
+    result[3] = np.where(np.asarray(sizes) > 0, 1.0 - nonzero / size, 0.0)
+    result[4] = nonfinite
+    result[5] = weight_norm
+    result[6] = np.sign(update_norm)
     with np.errstate(invalid="ignore"):  # inf / inf: the NaN is the answer
-        result[:, 6] = np.where(at_zero, np.sign(update_norm), update_norm / np.where(at_zero, 1.0, weight_norm))
-    disconnected = ~np.asarray(connected, dtype=np.bool_)
-    result[np.ix_(disconnected, [0, 1, 2, 3, 4, 6])] = np.nan
-    return result
+        np.divide(update_norm, weight_norm, out=result[6], where=weight_norm != 0.0)
+    if not np.all(connected):
+        disconnected = ~np.asarray(connected, dtype=np.bool_)
+        result[:5, disconnected] = np.nan
+        result[6, disconnected] = np.nan
+    return result.T
 
 
 def reductions_of(gradient: npt.ArrayLike, weight: npt.ArrayLike, update: npt.ArrayLike) -> Float64Array:
@@ -71,11 +77,12 @@ def reductions_of(gradient: npt.ArrayLike, weight: npt.ArrayLike, update: npt.Ar
             [
                 np.sum(values**2),
                 np.max(np.abs(values), initial=0.0),
-                np.count_nonzero(values),
-                np.count_nonzero(~np.isfinite(values)),
+                float(np.count_nonzero(values)),
+                float(np.count_nonzero(~np.isfinite(values))),
                 np.sum(before**2),
                 np.sum(change**2),
-            ]
+            ],
+            dtype=np.float64,
         )
 
 
@@ -91,7 +98,10 @@ def statistics_of(gradient: npt.ArrayLike, weight: npt.ArrayLike, update: npt.Ar
         Float64 array of shape ``[len(STATISTICS)]``, with the conventions of :func:`statistics_from_reductions`.
 
     Example:
-        >>> [float(number) for number in statistics_of([3.0, 4.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.1, 0.0, 0.0, 0.0])]
-        [5.0, 2.5, 4.0, 0.5, 0.0, 1.0, 0.1]
+        >>> statistics_of([3.0, 4.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.5, 0.0, 0.0, 0.0]).tolist()
+        [5.0, 2.5, 4.0, 0.5, 0.0, 1.0, 0.5]
     """
-    return statistics_from_reductions(reductions_of(gradient, weight, update), [np.size(gradient)], [True])[0]
+    row: Float64Array = statistics_from_reductions(
+        reductions_of(gradient, weight, update), [np.size(gradient)], [True]
+    )[0]
+    return row

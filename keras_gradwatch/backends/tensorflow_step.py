@@ -1,10 +1,11 @@
-"""One training step on the TensorFlow backend: pulling its batch, and an instrumented copy that also reports gradients."""
+"""One training step on the TensorFlow backend: an instrumented copy of the user's, which also tells the gradients."""
 
 from __future__ import annotations
 
-import itertools
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,50 +13,34 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_gradwatch.backends.tensorflow_reductions import dense_or_compact, gradient_reductions, weight_reductions
 from keras_gradwatch.capture import KEEP_WEIGHTS_LIMIT, CapturedStep, Patch, optimizers_of
+from keras_gradwatch.records import Float64Array
 from keras_gradwatch.stats import REDUCTIONS, statistics_from_reductions
+
+#: What a train function raises when its iterator has no batch left.
+END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
 
 #: Keys under which our numbers ride through the logs of a step; gone before Keras sees the logs.
 _NUMBERS = "__gradwatch_numbers"
 _WEIGHTS = "__gradwatch_weights"
 
-
-def batches(iterator: Any) -> Iterator[Any]:
-    """The batches of a train function's argument, one by one, as ``train_step`` will see them; stops with the data."""
-    if not isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
-        yield from iterator
-        return
-    while (batch := iterator.get_next_as_optional()).has_value():
-        yield keras.tree.map_structure(_none_for_optional, batch.get_value())
+_ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
-def _none_for_optional(value: Any) -> Any:
-    """Keras wraps a missing sample weight in an Optional, and unwraps it in front of ``train_step``."""
-    return None if isinstance(value, tf.experimental.Optional) else value
+def as_seen(batch: Any) -> Any:
+    """A batch from an iterator as ``train_step`` sees it: Keras wraps a missing sample weight in an Optional."""
+    return keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch)
 
 
 def updates_done(model: Any) -> int | None:
-    """Calls of the optimizer so far; ``None`` when it does not count them all (loss scaling skips some, or there is none)."""
-    if not isinstance(model.optimizer, keras.optimizers.Optimizer) or not model.optimizer.built:
+    """Calls of the optimizer so far; ``None`` when it does not count them all, as under loss scaling."""
+    optimizer = model.optimizer
+    if not isinstance(optimizer, keras.optimizers.Optimizer) or not optimizer.built:
         return None
-    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return None
-    return int(model.optimizer._iterations.numpy())
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """What the rows of one traced step stand for."""
-
-    variables: tuple[Any, ...]
-    connected: tuple[bool, ...]
-    sizes: tuple[int, ...]
-    keeps_weights: bool
-    loss_known: bool
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return (*map(id, self.variables), self.connected, self.loss_known)
+    return int(optimizer._iterations.numpy())
 
 
 @dataclass(slots=True)
@@ -64,7 +49,7 @@ class _Entry:
 
     variable: Any
     before: Any
-    gradient: Any
+    gradient: Any = None
 
 
 @dataclass(slots=True)
@@ -72,177 +57,245 @@ class _Sink:
     """What the optimizers and the loss of one running step handed over."""
 
     entries: dict[int, _Entry] = field(default_factory=dict)
-    loss: Any = None
+    tracked_loss: Any = None
+    computed_losses: list[Any] = field(default_factory=list)
+    failed: bool = False
+
+    @property
+    def loss(self) -> Any:
+        """What the loss tracker was told, else what ``compute_loss`` returned if it was called once."""
+        if self.tracked_loss is not None or len(self.computed_losses) != 1:
+            return self.tracked_loss
+        return self.computed_losses[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What the numbers of one trace stand for. A trace is told from another by the index it sends along."""
+
+    variables: tuple[Any, ...]
+    connected: tuple[bool, ...]
+    sizes: tuple[int, ...]
+    loss_known: bool
+
+    @property
+    def measured(self) -> list[int]:
+        """Rows that have gradient reductions."""
+        return [row for row, size in enumerate(self.sizes) if self.connected[row] and size > 0]
+
+    def is_same(self, other: _Layout) -> bool:
+        """Whether both stand for the same; variables are compared by identity."""
+        mine, theirs = map(id, self.variables), map(id, other.variables)
+        return (*mine, self.connected, self.loss_known) == (*theirs, other.connected, other.loss_known)
+
+    def statistics(self, numbers: Float64Array) -> Float64Array:
+        """Undo the packing of :meth:`TrackedStep._report`."""
+        rows = self.measured
+        table = np.zeros((len(REDUCTIONS), len(self.sizes)))
+        table[:4, rows] = numbers[: 4 * len(rows)].reshape(4, -1)
+        table[4:] = numbers[4 * len(rows) :].reshape(2, -1)
+        return statistics_from_reductions(table, self.sizes, self.connected)
 
 
 class TrackedStep:
     """An instrumented copy of a model's train function.
 
+    It is built by Keras itself around a wrapper of the user's ``train_step``, so that compilation, distribution and
+    eager mode are as they are without us. The wrapper returns our numbers among the logs.
+
     Attributes:
-        function: takes what ``model.train_function`` takes and returns its logs, with our numbers among them. Runs one
-            step when it is given a list of one batch. To be called while ``patches`` are in place.
-        patches: what must stand in for the optimizers' ``apply`` meanwhile.
+        patches: what must stand in for methods of the optimizers and the loss while :meth:`run` runs.
     """
 
     def __init__(self, model: Any) -> None:
         self._running = threading.local()  # MirroredStrategy runs one thread per replica, interleaved.
-        self._layouts: dict[tuple[Any, ...], int] = {}
-        self._layout_list: list[_Layout] = []
+        self._layouts: list[_Layout] = []
         self.patches = [
-            Patch(owner=each, name="apply", replacement=self._watched_apply(each)) for each in optimizers_of(model)
+            Patch(owner=each, name="apply", replacement=self._apply_of(each)) for each in optimizers_of(model)
         ]
-        if model._loss_tracker is not None:
-            self.patches.append(
-                Patch(
-                    owner=model._loss_tracker, name="update_state", replacement=self._watched_loss(model._loss_tracker)
-                )
-            )
-        self.function = self._make_function(model)
+        self.patches.append(Patch(owner=model, name="compute_loss", replacement=self._compute_loss_of(model)))
+        tracker = model._loss_tracker
+        if tracker is not None:
+            self.patches.append(Patch(owner=tracker, name="update_state", replacement=self._update_state_of(tracker)))
+        self._run_eagerly = bool(model.run_eagerly)
+        self._function = self._function_of(model)
+        # Keras' own function hands its logs over in an Optional, which costs more than our numbers do.
+        self._step = tf.function(self._next_step, autograph=False, reduce_retracing=True)
 
-    def _make_function(self, model: Any) -> Callable[[Any], Any]:
-        """Let Keras build its function around our wrapper of the user's ``train_step``."""
-        in_place, own = model.train_function, model.__dict__.get("train_step")
-        model.__dict__["train_step"] = self._watched_step(model.train_step)
+    def run(self, source: Any) -> tuple[Any, CapturedStep]:
+        """One step on the next batch of an iterator, or on the only batch of a list.
+
+        An iterator is pulled inside the graph, next to operations that do not wait for it: at the end of the data some
+        of them (the sample count of a metric) have run. Keras does the same with one step per execution, and only then
+        may it be done here.
+
+        Returns:
+            The step's logs, and what was seen of it, its batch included.
+
+        Raises:
+            StopIteration, tf.errors.OutOfRangeError: there is no batch left.
+        """
+        if isinstance(source, _ITERATORS) and not self._run_eagerly:
+            logs, batch = self._step(source)
+        else:
+            batch = next(iter(source))
+            logs = self._function([batch])
+        numbers = logs.pop(_NUMBERS, None) if isinstance(logs, dict) else None
+        weights = logs.pop(_WEIGHTS, None) if isinstance(logs, dict) else None
+        return logs, self._opened(numbers, weights, as_seen(batch))
+
+    def _next_step(self, iterator: Any) -> tuple[Any, Any]:
+        batch = iterator.get_next()
+        return self._function([batch]), batch
+
+    def _opened(self, numbers: Any, weights: Any, batch: Any) -> CapturedStep:
+        values = np.zeros(2) if numbers is None else np.asarray(numbers.numpy(), dtype=np.float64)
+        layout = _NOTHING_SEEN if numbers is None else self._layouts[int(values[0])]
+        return CapturedStep(
+            variables=layout.variables, statistics=layout.statistics(values[2:]), connected=layout.connected,
+            loss=float(values[1]) if layout.loss_known else None, previous_weights=weights, batch=batch,
+        )  # fmt: skip
+
+    def _function_of(self, model: Any) -> Callable[[Any], Any]:
+        """The function Keras builds around our wrapper of the user's ``train_step``."""
+        in_place, own_step = model.train_function, model.__dict__.get("train_step")
+        model.__dict__["train_step"] = self._step_of(model)
         try:
             model.make_train_function(force=True)
-            return model.train_function  # type: ignore[no-any-return]
+            function: Callable[[Any], Any] = model.train_function
+            return function
         finally:
             model.train_function = in_place
-            if own is None:
-                del model.__dict__["train_step"]
-            else:
-                model.__dict__["train_step"] = own
+            del model.__dict__["train_step"]
+            if own_step is not None:
+                model.__dict__["train_step"] = own_step
 
-    def _watched_step(self, train_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _step_of(self, model: Any) -> Callable[[Any], Any]:
+        train_step = model.train_step
+
         def step(data: Any) -> Any:
             sink = self._running.sink = _Sink()
             try:
                 logs = train_step(data)
             finally:
                 self._running.sink = None
-            return {**logs, **self._report(sink)} if isinstance(logs, dict) else logs
+            report: dict[str, Any] = {}
+            with _unharmed(sink):
+                report = self._report(sink)
+            return {**logs, **report} if isinstance(logs, dict) else logs
 
         return step
 
-    def _watched_apply(self, optimizer: Any) -> Callable[..., Any]:
+    def _apply_of(self, optimizer: Any) -> Callable[..., Any]:
         apply = optimizer.apply
 
         def watched(grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> Any:
             gradients = list(grads)
             variables = None if trainable_variables is None else list(trainable_variables)
-            sink: _Sink | None = getattr(self._running, "sink", None)
-            if sink is not None:
-                known = optimizer._trainable_variables if variables is None else variables
-                _collect(sink, optimizer, gradients, known)
+            if (sink := self._sink()) is not None:
+                with _unharmed(sink):
+                    _collect(sink, optimizer, gradients, variables or optimizer._trainable_variables)
             return apply(gradients, variables)
 
         return watched
 
-    def _watched_loss(self, tracker: Any) -> Callable[..., Any]:
+    def _update_state_of(self, tracker: Any) -> Callable[..., Any]:
         update_state = tracker.update_state
 
         def watched(values: Any, *args: Any, **kwargs: Any) -> Any:
-            sink: _Sink | None = getattr(self._running, "sink", None)
-            if sink is not None:
-                sink.loss = values
+            if (sink := self._sink()) is not None:
+                sink.tracked_loss = values
             return update_state(values, *args, **kwargs)
 
         return watched
 
+    def _compute_loss_of(self, model: Any) -> Callable[..., Any]:
+        compute_loss = model.compute_loss
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            loss = compute_loss(*args, **kwargs)
+            if (sink := self._sink()) is not None:
+                sink.computed_losses.append(loss)
+            return loss
+
+        return watched
+
+    def _sink(self) -> _Sink | None:
+        return getattr(self._running, "sink", None)
+
     def _report(self, sink: _Sink) -> dict[str, Any]:
-        entries = [entry for entry in sink.entries.values() if _reachable(entry.gradient) and _reachable(entry.before)]
-        loss = sink.loss if _reachable(sink.loss) else None
+        """The numbers of one step, packed: layout, loss, gradient reductions, weight reductions."""
+        if sink.failed:
+            return {}
+        entries = [entry for entry in sink.entries.values() if _may_leave(entry.gradient) and _may_leave(entry.before)]
+        loss = sink.loss if _may_leave(sink.loss) else None
         layout = _layout_of(entries, loss)
-        index = self._layouts.setdefault(layout.key, len(self._layout_list))
-        if index == len(self._layout_list):
-            self._layout_list.append(layout)
-        numbers = [tf.constant(index, tf.float64), tf.cast(0.0 if loss is None else loss, tf.float64)]
-        report = {_NUMBERS: tf.concat([tf.stack(numbers), *map(_reductions, entries)], axis=0)}
-        if layout.keeps_weights:
-            report[_WEIGHTS] = tuple(entry.before for entry in entries)
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        gradients = _global([entries[row].gradient for row in layout.measured], replicas)
+        variables = [entries[row].variable for row in layout.measured]
+        dense = [dense_or_compact(gradient, variable) for gradient, variable in zip(gradients, variables, strict=True)]
+        before = [entry.before for entry in entries]
+        after = [tf.convert_to_tensor(entry.variable) for entry in entries]
+        numbers = [self._index_of(layout), 0.0 if loss is None else tf.reduce_mean(tf.cast(loss, tf.float64))]
+        parts = [tf.stack(numbers), *([gradient_reductions(dense)] if dense else []), weight_reductions(before, after)]
+        report: dict[str, Any] = {_NUMBERS: tf.concat(parts, axis=0)}
+        if 0 < sum(layout.sizes) <= KEEP_WEIGHTS_LIMIT and replicas == 1:  # Keras would average them over the replicas.
+            report[_WEIGHTS] = tuple(before)
         return report
 
-    def open(self, logs: Any) -> tuple[Any, CapturedStep]:
-        """Part our numbers from the user's logs."""
-        numbers = logs.pop(_NUMBERS, None)
-        if numbers is None:
-            return logs, CapturedStep(
-                variables=(),
-                statistics=statistics_from_reductions([], [], []),
-                connected=(),
-                loss=None,
-                previous_weights=None,
-                batch=None,
-            )
-        weights = logs.pop(_WEIGHTS, None)
-        values = np.asarray(numbers.numpy())
-        layout = self._layout_list[int(values[0])]
-        return logs, CapturedStep(
-            variables=layout.variables,
-            statistics=statistics_from_reductions(values[2:], layout.sizes, layout.connected),
-            connected=layout.connected,
-            loss=float(values[1]) if layout.loss_known else None,
-            previous_weights=None if weights is None else tuple(weights),
-            batch=None,
-        )
+    def _index_of(self, layout: _Layout) -> Any:
+        """Which layout the numbers of this trace have. Every trace, and in eager mode every step, asks anew."""
+        index = next((k for k, known in enumerate(self._layouts) if known.is_same(layout)), len(self._layouts))
+        if index == len(self._layouts):
+            self._layouts.append(layout)
+        return tf.constant(index, tf.float64)
+
+
+_NOTHING_SEEN = _Layout(variables=(), connected=(), sizes=(), loss_known=False)
+
+
+@contextmanager
+def _unharmed(sink: _Sink) -> Iterator[None]:
+    """A failure of ours, while the user's step is traced, costs the statistics and not the training."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  any failure is told, and the step goes on as if not watched
+        sink.failed = True
+        message = f"GradWatch could not read the gradients of this train_step: {type(error).__name__}: {error}."
+        warnings.warn(f"{message} Training goes on, its gradients are not tracked.", RuntimeWarning, stacklevel=2)
 
 
 def _collect(sink: _Sink, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    scale = _gradient_scale(optimizer)
+    """Note what an optimizer is about to apply, divided by the loss scale as it is now: the optimizer may change it."""
+    scale = optimizer.loss_scale_factor
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        scale = tf.convert_to_tensor(optimizer.dynamic_scale) if optimizer.built else optimizer.initial_scale
     for gradient, variable in zip(gradients, variables, strict=True):
         if not tf.as_dtype(variable.dtype).is_floating or getattr(variable, "overwrite_with_gradient", False):
             continue  # float8 bookkeeping: what arrives as its gradient is its new value
-        entry = sink.entries.setdefault(id(variable), _Entry(variable, tf.convert_to_tensor(variable), None))
-        entry.gradient = gradient if scale is None or gradient is None else gradient / scale
-    return None
+        if id(variable) not in sink.entries:
+            sink.entries[id(variable)] = _Entry(variable, tf.convert_to_tensor(variable))
+        unscaled = gradient if scale is None or gradient is None else gradient / tf.cast(scale, gradient.dtype)
+        sink.entries[id(variable)].gradient = unscaled
 
 
-def _gradient_scale(optimizer: Any) -> Any:
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return optimizer.dynamic_scale.value if optimizer.built else optimizer.initial_scale
-    return optimizer.loss_scale_factor
-
-
-def _reachable(tensor: Any) -> bool:
-    """Whether a tensor may leave through the logs: one made inside a ``tf.cond`` or a loop of the train_step may not."""
-    if tf.executing_eagerly() or not tf.is_tensor(tensor):
-        return True
-    return tensor.graph is tf.compat.v1.get_default_graph()
+def _may_leave(tensor: Any) -> bool:
+    """Whether a tensor may go out through the logs: one made in a ``tf.cond`` or loop of the train_step may not."""
+    return tf.executing_eagerly() or not tf.is_tensor(tensor) or tensor.graph is tf.compat.v1.get_default_graph()
 
 
 def _layout_of(entries: Sequence[_Entry], loss: Any) -> _Layout:
-    sizes = tuple(int(np.prod(entry.variable.shape, dtype=np.int64)) for entry in entries)
     return _Layout(
         variables=tuple(entry.variable for entry in entries),
         connected=tuple(entry.gradient is not None for entry in entries),
-        sizes=sizes,
-        keeps_weights=0 < sum(sizes) <= KEEP_WEIGHTS_LIMIT,
+        sizes=tuple(int(np.prod(entry.variable.shape, dtype=np.int64)) for entry in entries),
         loss_known=loss is not None,
     )
 
 
-def _reductions(entry: _Entry) -> Any:
-    before = tf.cast(entry.before, tf.float64)
-    update = tf.cast(tf.convert_to_tensor(entry.variable), tf.float64) - before
-    weight_sums = [tf.reduce_sum(tf.square(before)), tf.reduce_sum(tf.square(update))]
-    if entry.gradient is None:
-        gradient_sums = [tf.zeros((), tf.float64)] * (len(REDUCTIONS) - 2)
-    else:
-        gradient = tf.cast(_compact(entry.gradient), tf.float64)
-        gradient_sums = [
-            tf.reduce_sum(tf.square(gradient)),
-            tf.reduce_max(tf.abs(gradient)),
-            tf.reduce_sum(tf.cast(gradient != 0.0, tf.float64)),
-            tf.reduce_sum(tf.cast(~tf.math.is_finite(gradient), tf.float64)),
-        ]
-    return tf.stack(gradient_sums + weight_sums)
-
-
-def _compact(gradient: Any) -> Any:
-    """A dense tensor with the same norm: a sparse gradient's repeated rows are summed, and missing rows stay missing."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    order = tf.argsort(gradient.indices)
-    rows = tf.gather(gradient.indices, order)
-    is_new = tf.concat([[0], tf.cast(rows[1:] != rows[:-1], tf.int32)], axis=0)
-    return tf.math.unsorted_segment_sum(tf.gather(gradient.values, order), tf.cumsum(is_new), tf.shape(rows)[0])
+def _global(gradients: list[Any], replicas: int) -> list[Any]:
+    """The sum over replicas, which is what the optimizer applies; each replica's own gradient is local."""
+    if replicas == 1 or not gradients:
+        return gradients
+    context = tf.distribute.get_replica_context()
+    return list(context.all_reduce(tf.distribute.ReduceOp.SUM, gradients))
