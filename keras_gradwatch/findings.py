@@ -16,10 +16,15 @@ RUN_WIDE = ("nonfinite", "exploding", "vanishing")
 #: What may be merely the aftermath of what. A consequence is dropped when its cause began no later and marks all its
 #: tensors, or is about the run as a whole.
 CONSEQUENCES = {
-    "zero_gradient": ("mismatch", "nonfinite", "disconnected", "exploding"),
-    "vanishing": ("mismatch", "nonfinite", "disconnected", "exploding"),
+    "zero_gradient": ("mismatch", "nonfinite", "disconnected", "exploding", "dead_units", "saturated"),
+    "vanishing": ("mismatch", "nonfinite", "disconnected", "exploding", "dead_units", "saturated"),
+    "imprecise": ("dead_units", "saturated"),
     "exploding": ("mismatch",),
+    "stalled": tuple(name for name in FINDINGS if name != "stalled"),
 }
+
+#: Findings about several layers at once: two that share a weight are one, whichever layer leads.
+SHARED = ("dead_units", "saturated")
 
 
 class Ledger:
@@ -55,6 +60,8 @@ class Ledger:
                 self._entries[place] = _merged(self._entries[place], finding)
                 active.append(self._entries[place])
             elif not self._explained(finding):
+                # Looks at the activations come less often than steps: what was told before its cause is taken back.
+                self._entries = [entry for entry in self._entries if not self._caused(finding, entry)]
                 self._entries.append(finding)
                 new.append(finding)
                 active.append(finding)
@@ -77,8 +84,10 @@ class Ledger:
         return self._step
 
     def _explained(self, finding: Finding) -> bool:
-        causes = CONSEQUENCES.get(finding.finding, ())
-        return any(entry.finding in causes and _explains(entry, finding) for entry in self._entries)
+        return any(self._caused(entry, finding) for entry in self._entries)
+
+    def _caused(self, cause: Finding, finding: Finding) -> bool:
+        return cause.finding in CONSEQUENCES.get(finding.finding, ()) and _explains(cause, finding)
 
 
 def _order(finding: Finding) -> tuple[int, int]:
@@ -91,13 +100,18 @@ def _same(entry: Finding, finding: Finding) -> bool:
         return False
     if entry.finding in RUN_WIDE and finding.first_step <= entry.last_step + 1:
         return True
+    if entry.finding in SHARED and set(entry.tensors) & set(finding.tensors):
+        return True
     return (entry.layer, entry.tensor) == (finding.layer, finding.tensor)
 
 
 def _explains(cause: Finding, finding: Finding) -> bool:
+    if finding.finding == "stalled":
+        return True  # it says no more than that nothing else was found
     if cause.first_step > finding.first_step:
         return False
-    return cause.finding in RUN_WIDE or (bool(finding.tensors) and set(finding.tensors) <= set(cause.tensors))
+    spoiled = {*cause.tensors, *cause.explains}
+    return cause.finding in RUN_WIDE or (bool(finding.tensors) and set(finding.tensors) <= spoiled)
 
 
 def _merged(entry: Finding, finding: Finding) -> Finding:
@@ -111,6 +125,7 @@ def _merged(entry: Finding, finding: Finding) -> Finding:
         first_step=min(entry.first_step, finding.first_step),
         last_step=max(entry.last_step, finding.last_step),
         tensors=tuple(dict.fromkeys((*entry.tensors, *finding.tensors))),
+        explains=tuple(dict.fromkeys((*entry.explains, *finding.explains))),
     )
 
 

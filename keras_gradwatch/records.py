@@ -166,6 +166,93 @@ class CheckResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """What one activation function gave for a number of samples, in the training dtype.
+
+    Attributes:
+        layer: path of the layer in which it is applied: the layer itself, an ``Activation`` or a custom layer.
+        layer_class: class name of that layer.
+        kind: ``"relu"``, ``"sigmoid"``, ``"tanh"``, ``"softsign"``, ``"hard_sigmoid"`` or ``"hard_tanh"``.
+        silent: shape ``[units]``, True where a unit was exactly zero for every sample; only a relu can be.
+        at_limit: share of all entries within 1 % of a limit of the range (of a relu: exactly zero), 0–1.
+        ceiling: shape ``[units]``, largest value that entered the relu; NaN when unknown.
+        bias: shape ``[units]``, what the layer before adds to every sample; NaN when it adds none.
+        output: the model's output passes no further layer.
+        owner: path of the layer whose weights made what enters; empty when there is none.
+        own: those weights.
+        upstream: every trainable weight on which it depends, ``own`` included.
+    """
+
+    layer: str
+    layer_class: str = ""
+    kind: str
+    silent: npt.NDArray[np.bool_]
+    at_limit: float
+    ceiling: Float64Array
+    bias: Float64Array
+    output: bool = False
+    owner: str = ""
+    own: tuple[str, ...] = ()
+    upstream: tuple[str, ...] = ()
+
+    @property
+    def units(self) -> int:
+        """Number of units: the last axis, or the channels."""
+        return len(self.silent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeGradient:
+    """The gradient of the loss with respect to what enters a recurrent layer, over time.
+
+    Attributes:
+        layer, layer_class: path and class name of the recurrent layer.
+        norms: shape ``[time steps]``, norm over samples and features.
+        masked: some time steps may be masked, so that a gradient of exactly zero there means nothing.
+        weights: the layer's own trainable weights.
+    """
+
+    layer: str
+    layer_class: str = ""
+    norms: Float64Array
+    masked: bool = False
+    weights: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputScale:
+    """Where the numbers of one float input lie: name, mean, standard deviation and largest absolute value."""
+
+    name: str
+    mean: float
+    std: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationRecord:
+    """One look at the activations, with the weights as they were before step ``step``.
+
+    Attributes:
+        step: as in :class:`StepRecord`.
+        samples: number of samples looked at.
+        activations: in network order.
+        sequences: one per recurrent layer.
+        inputs: one per float input of the model.
+        loss: of these samples; NaN when there is none.
+        shuffled_loss: the same with every prediction given to another sample; NaN when it means nothing.
+    """
+
+    step: int
+    samples: int
+    activations: tuple[Activation, ...] = ()
+    sequences: tuple[TimeGradient, ...] = ()
+    inputs: tuple[InputScale, ...] = ()
+    loss: float = float("nan")
+    shuffled_loss: float = float("nan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One sampled training step.
 
@@ -205,6 +292,11 @@ class Window:
         check: the check of the newest step that has one *inside this window*, else ``None``.
         check_step: its step, 0 when there is none.
         culprits: those of the first non-finite step in the window.
+        activations: the last looks at the activations, oldest first, from further back than the steps.
+        epoch_losses: shape ``[E]``, mean loss of each epoch that is over, since the run began; NaN when unknown.
+        epoch_noise: shape ``[E]``, its standard error: spread of the batch losses / root of their number.
+        planned_steps: steps that the run will take, 0 when unknown.
+        ended: no step will follow.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -218,6 +310,11 @@ class Window:
     check: CheckResult | None = None
     check_step: int = 0
     culprits: tuple[Culprit, ...] = ()
+    activations: tuple[ActivationRecord, ...] = ()
+    epoch_losses: Float64Array = field(default_factory=lambda: np.zeros(0))
+    epoch_noise: Float64Array = field(default_factory=lambda: np.zeros(0))
+    planned_steps: int = 0
+    ended: bool = False
 
     def column(self, name: str) -> Float64Array:
         """One statistic over the window, shape ``[S, V]``."""
@@ -238,6 +335,7 @@ class Finding:
         message: what, where, how bad, in one or two sentences.
         advice: one concrete thing to try.
         tensors: every tensor it marks in the history's ``findings`` column.
+        explains: tensors whose own trouble is a consequence of this one, besides ``tensors``.
     """
 
     finding: str
@@ -251,3 +349,4 @@ class Finding:
     message: str
     advice: str = ""
     tensors: tuple[str, ...] = field(default=())
+    explains: tuple[str, ...] = field(default=())

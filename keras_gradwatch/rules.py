@@ -17,18 +17,26 @@ from typing import Protocol
 
 from keras_gradwatch.explosion import Exploding
 from keras_gradwatch.faults import Disconnected, Imprecise, Mismatch, NonFinite
+from keras_gradwatch.progress import Oscillating, Stalled
 from keras_gradwatch.records import Finding, Window
+from keras_gradwatch.sequences import VanishingInTime
 from keras_gradwatch.trends import Vanishing, ZeroGradient
+from keras_gradwatch.units import DeadUnits, Saturated
 
 __all__ = [
     "DEFAULT_RULES",
+    "DeadUnits",
     "Disconnected",
     "Exploding",
     "Imprecise",
     "Mismatch",
     "NonFinite",
+    "Oscillating",
     "Rule",
+    "Saturated",
+    "Stalled",
     "Vanishing",
+    "VanishingInTime",
     "ZeroGradient",
 ]
 
@@ -50,4 +58,9 @@ DEFAULT_RULES: tuple[Rule, ...] = (
     ZeroGradient(),
     Exploding(),
     Vanishing(),
+    DeadUnits(),
+    Saturated(),
+    VanishingInTime(),
+    Oscillating(),
+    Stalled(),
 )

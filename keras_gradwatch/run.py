@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
+from keras_gradwatch.activations import Looks
 from keras_gradwatch.capture import CapturedStep, Request
 from keras_gradwatch.checks import Checker
 from keras_gradwatch.errors import GradientCheckError, GradientError, NonFiniteGradientError
@@ -73,13 +74,15 @@ class Run:
         self._checks: list[CheckResult] = []
         self._weights: list[tuple[TensorInfo, Any]] = []
         self._rows: dict[int, int] = {}
-        self._seconds = {"capture": 0.0, "checks": 0.0, "sinks": 0.0}
+        self._seconds = {"capture": 0.0, "checks": 0.0, "activations": 0.0, "sinks": 0.0}
         self._checker: Checker | None = None
+        self._looks: Looks | None = None
+        self._epoch_batches, self._epoch_losses, self._epoch_noise = _Mean(), list[float](), list[float]()
         self._probe: Batch | None = None
         self._check: CheckResult | None = None
         self._fallback_statistics: Any = None
         self._checks_due: set[int] = set()
-        self._epoch, self._epoch_start, self._offset, self._steps = 0, 1, 0, 0
+        self._epoch, self._epoch_start, self._offset, self._steps, self._at = 0, 1, 0, 0, 1
         self._epoch_norms, self._epoch_error = _Mean(), float("nan")
         self._since_rules, self._began, self._ended = 0, time.perf_counter(), 0.0
         self._clock, self._spent = self._began, dict(self._seconds)
@@ -96,12 +99,13 @@ class Run:
             self._describe()
             self._offset = _steps_done(self._model)
             self._checker = Checker(self._model, surrogates=self._settings.surrogates)
+            self._looks = Looks(self._model, offset=self._offset)
         self._began = self._clock = time.perf_counter()
 
     def begin_epoch(self, epoch: int) -> None:
         """The next step is the first of an epoch."""
         self._epoch, self._epoch_start = epoch, self._steps + 1
-        self._epoch_norms, self._epoch_error = _Mean(), float("nan")
+        self._epoch_norms, self._epoch_error, self._epoch_batches = _Mean(), float("nan"), _Mean()
 
     def wants(self, step: int) -> Request:
         """What the coming step must provide."""
@@ -110,25 +114,30 @@ class Run:
         (self._checks_due.add if check else self._checks_due.discard)(step)
         track = self._track_schedule.due(step, first)
         if self._fallback_since:
-            return Request(batch=check or (track and self._fallback_due(step)))
+            return Request(batch=first or check or (track and self._fallback_due(step)))
         # The batch of every tracked step is held until the next one: a step that goes NaN is run again to find out why.
-        return Request(track=track, batch=track or check)
+        return Request(track=track, batch=first or track or check)
 
     def before_step(self, step: int, batch: Any) -> None:
         """Check the gradients, if it is time, before the weights move."""
+        self._at = step
         if self._checker is None:
             return
         if step in self._checks_due:
             with self._guarded("checks"):
                 self._check = self._checker.check(self._probe_of(batch), seed=self._settings.seed + self._offset + step)
                 self._checks.append(self._check)
+        if self._looks is not None:
+            with self._guarded("activations"):
+                samples = Batch(*keras.utils.unpack_x_y_sample_weight(batch))
+                self._looks.before_step(step, samples, due=step in self._checks_due)
         if self._fallback_due(step):
             with self._guarded("capture"):
                 self._fallback_statistics = self._probe_statistics(batch)
 
     def after_step(self, step: int, captured: CapturedStep | None) -> None:
         """Record the step, and ask the rules when it is time."""
-        self._steps = step
+        self._steps = self._at = step
         self._checks_due.discard(step)
         self._tell_schedule()
         if captured is None and self._check is None and self._fallback_statistics is None:
@@ -149,6 +158,11 @@ class Run:
 
     def end_epoch(self) -> dict[str, float]:
         """The three keys for the logs of the epoch that ends."""
+        self._epoch_losses.append(self._epoch_batches.value)
+        self._epoch_noise.append(self._epoch_batches.standard_error)
+        if self._looks is not None:
+            with self._guarded("activations"):
+                self._looks.end_epoch(self._steps)
         self._act(self._ask_rules())
         first = self._offset + self._epoch_start
         return {
@@ -159,7 +173,7 @@ class Run:
 
     def end(self) -> None:
         """Close the books."""
-        self._act(self._ask_rules())
+        self._act(self._ask_rules(ended=True))
         self._finish()
 
     def frame(self) -> pd.DataFrame:
@@ -173,7 +187,7 @@ class Run:
         """The findings so far, one row each."""
         import pandas as pd
 
-        columns = [field.name for field in fields(Finding) if field.name != "tensors"]
+        columns = [field.name for field in fields(Finding) if field.name not in ("tensors", "explains")]
         return pd.DataFrame([[getattr(f, c) for c in columns] for f in self._ledger.findings], columns=columns)
 
     def cost(self) -> dict[str, float]:
@@ -200,7 +214,7 @@ class Run:
     def _guarded(self, part: str) -> Iterator[None]:
         """Time a part of the watcher; its failure is told once and never reaches training."""
         try:
-            with self._timed("checks" if part == "checks" else "capture"):
+            with self._timed(part if part in self._seconds else "capture"):
                 yield
         except Exception as error:  # noqa: BLE001  training must not break because of the watcher
             self._fail(part, error)
@@ -226,7 +240,7 @@ class Run:
         if part in self._failed:
             return
         self._failed.add(part)
-        step = self._offset + self._steps + 1
+        step = self._offset + self._at
         message = f"GradWatch itself failed in {part} at step {step}: {type(error).__name__}: {error}"
         finding = Finding(
             finding="watcher_failed", layer="GradWatch", first_step=step, last_step=step, severity="info",
@@ -328,22 +342,23 @@ class Run:
         self._recent.append(record)
         self._history.append(record)
         self._epoch_norms.add(_global_norm(record))
+        self._epoch_batches.add(float("nan") if record.loss is None else record.loss)
         errors = [c.error for c in record.check.checks] if record.check else []
         self._epoch_error = float(np.fmax.reduce([self._epoch_error, *filter(np.isfinite, errors)]))
         with self._timed("sinks"):
             self._settings.sinks.write(record)
 
-    def _ask_rules(self) -> tuple[Finding, ...]:
+    def _ask_rules(self, *, ended: bool = False) -> tuple[Finding, ...]:
         self._since_rules = 0
-        if self._recent and "rules" not in self._failed:
+        if (self._recent or (self._looks is not None and self._looks.records)) and "rules" not in self._failed:
             with self._guarded("rules"):
-                window = self._window()
+                window = self._window(ended=ended)
                 found = [finding for rule in self._settings.rules for finding in rule(window)]
-                return self._ledger.update(found, int(window.steps[-1]))
+                return self._ledger.update(found, self._offset + self._steps)
         return ()
 
-    def _window(self) -> Window:
-        records = list(self._recent)
+    def _window(self, *, ended: bool) -> Window:
+        records, weights = list(self._recent), len(self._weights)
         checked = [r for r in records if r.check is not None]
         return Window(
             tensors=tuple(info for info, _ in self._weights),
@@ -352,10 +367,13 @@ class Run:
             losses=np.array([np.nan if r.loss is None else r.loss for r in records]),
             loss_known=np.array([r.loss is not None for r in records], dtype=bool),
             learning_rates=np.array([r.learning_rate for r in records]),
-            statistics=np.stack([r.statistics for r in records]),
-            connected=np.stack([r.connected for r in records]),
+            statistics=np.array([r.statistics for r in records]).reshape(len(records), weights, len(STATISTICS)),
+            connected=np.array([r.connected for r in records], dtype=bool).reshape(len(records), weights),
             check=checked[-1].check if checked else None, check_step=checked[-1].step if checked else 0,
             culprits=next((r.culprits for r in records if r.culprits), ()),
+            activations=tuple(self._looks.records) if self._looks is not None else (),
+            epoch_losses=np.array(self._epoch_losses), epoch_noise=np.array(self._epoch_noise),
+            planned_steps=_planned_steps(self._model, self._steps, len(self._epoch_losses)), ended=ended,
         )  # fmt: skip
 
     def _act(self, new: Sequence[Finding]) -> None:
@@ -379,6 +397,9 @@ class Run:
             return
         self._ended = time.perf_counter()
         self._checker = None
+        if self._looks is not None and self._looks.failure:
+            self._notes.append(f"activations could not be looked at: {self._looks.failure}")
+        self._looks = None
         with self._timed("sinks"):
             self._settings.sinks.close()
         if self._settings.verbose:
@@ -409,14 +430,23 @@ class Run:
 
 
 class _Mean:
-    """Mean of the finite numbers added; NaN when there is none."""
+    """Mean of the finite numbers added, and how sure it is; NaN when there is none."""
 
     def __init__(self) -> None:
-        self._sum, self._count = 0.0, 0
+        self._sum, self._count, self._mean, self._squares = 0.0, 0, 0.0, 0.0
 
     def add(self, number: float) -> None:
         if np.isfinite(number):
             self._sum, self._count = self._sum + number, self._count + 1
+            # Welford (1962): sum of squares about the running mean, safe from cancellation.
+            before, self._mean = self._mean, self._mean + (number - self._mean) / self._count
+            self._squares += (number - before) * (number - self._mean)
+
+    @property
+    def standard_error(self) -> float:
+        """Spread of the numbers / square root of their number; NaN for fewer than two."""
+        count = self._count
+        return float(np.sqrt(self._squares / (count - 1) / count)) if count > 1 else float("nan")
 
     @property
     def value(self) -> float:
@@ -430,6 +460,13 @@ def _steps_done(model: Any) -> int:
         return 0
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return int(np.asarray(inner.iterations)) * (inner.gradient_accumulation_steps or 1)
+
+
+def _planned_steps(model: Any, steps: int, epochs: int) -> int:
+    """Steps that ``fit`` is going to run; 0 while nobody knows."""
+    plan = getattr(getattr(model, "history", None), "params", None) or {}
+    per_epoch = plan.get("steps") or (steps / epochs if epochs else 0)
+    return int(per_epoch * (plan.get("epochs") or 0))
 
 
 def _learning_rate(model: Any) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -69,6 +71,48 @@ def improvement(losses: Float64Array) -> float:
     start = float(np.median(finite[: max(3, finite.size // 10)]))
     end = float(np.median(finite[-max(3, finite.size // 5) :]))
     return (start - end) / abs(start) if start else 0.0
+
+
+def knowledge(window: Window) -> float:
+    """What the predictions say about the targets: 0 = no more than another sample's would, 1 = all; NaN when unknown.
+
+    1 − loss / loss with every prediction given to another sample, the median over the latest three looks. It is free of
+    the loss's scale, and where the run began does not matter.
+    """
+    pairs = [(look.loss, look.shuffled_loss) for look in window.activations[-3:]]
+    known = [1.0 - loss / shuffled for loss, shuffled in pairs if shuffled > 0 and np.isfinite(loss)]
+    return float(np.median(known)) if known else float("nan")
+
+
+def run_improvement(window: Window) -> float:
+    """Share of the loss of the first epoch that was gone in the latest ones; within the window when epochs are few."""
+    losses = window.epoch_losses
+    if np.isfinite(losses).sum() < 4:
+        return improvement(window.losses)
+    end = float(np.nanmedian(losses[-3:]))
+    start = float(losses[np.isfinite(losses)][0])
+    return (start - end) / abs(start) if start else 0.0
+
+
+def is_settled(window: Window) -> bool:
+    """Whether enough of the run is over to say that it goes nowhere: half of the plan, 500 steps, or all of it.
+
+    Our choice: what does not fall may still be warming up or crossing a plateau.
+    """
+    done = int(window.steps[-1]) if window.steps.size else 0
+    return window.ended or done >= min(window.planned_steps / 2 or math.inf, 500)
+
+
+def is_going_nowhere(window: Window, *, improved: float, known: float) -> bool:
+    """Whether, late enough in the run, the loss has not fallen and the predictions know nothing of the targets."""
+    improvement_so_far, knowledge_now = run_improvement(window), knowledge(window)
+    return is_settled(window) and improvement_so_far < improved and not knowledge_now >= known
+
+
+def has_learned(window: Window, share: float) -> bool:
+    """Whether at least this share of the loss is gone: judged by what the predictions know, else by how far it fell."""
+    known = knowledge(window)
+    return bool((run_improvement(window) if np.isnan(known) else known) >= share)
 
 
 def global_norms(window: Window, steps: Int64Array) -> tuple[Float64Array, Float64Array, Float64Array]:

@@ -16,7 +16,7 @@ BACKENDS = ("tensorflow", "jax", "torch")
 FRAMEWORKS = ("keras", *BACKENDS)
 
 #: Rooms that may import Keras. A module that is not named here is below the wall.
-ABOVE_THE_WALL = ("blame", "callback", "capture", "checks", "jacobian", "probe", "run", "shadow", "backends")
+ABOVE_THE_WALL = ("activations", "blame", "callback", "capture", "checks", "jacobian", "probe", "run", "shadow", "backends")
 
 
 def modules() -> dict[str, Path]:

@@ -15,6 +15,24 @@ def program_backend() -> ModuleType:
     return _module("program")
 
 
+def step_backend() -> ModuleType:
+    """The module that runs a training step so that its gradients are seen, for the running Keras backend.
+
+    Raises:
+        NotImplementedError: the backend is not supported yet.
+    """
+    return _module("step")
+
+
+def forward_backend() -> ModuleType:
+    """The module that reads activations from a forward pass for the running Keras backend.
+
+    Raises:
+        NotImplementedError: the backend is not supported yet.
+    """
+    return _module("forward")
+
+
 def function_backend() -> ModuleType:
     """The module that takes Jacobians of plain functions for the running Keras backend.
 
