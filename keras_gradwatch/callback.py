@@ -65,12 +65,12 @@ class GradWatch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships 
         super().__init__()
         parse_check_schedule(check_freq)
         parse_track_schedule(track_freq)
-        self.probe, self.check_freq, self.track_freq = _checked_probe(probe), check_freq, track_freq
+        self.probe, self.check_freq, self.track_freq = _checked_probe(probe), _plain(check_freq), _plain(track_freq)
         self.rules = rules if rules == "default" else _checked_rules(rules)
         self.stop_on = _checked_stop_on(stop_on, known_only=rules == "default")
         self.action = _checked_choice("action", action, _ACTIONS)
         self.surrogates = _checked_names("surrogates", surrogates)
-        self.sinks = tuple(sinks)
+        self.sinks = _checked_sinks(sinks)
         self.seed = int(_checked_choice("seed", seed, None))
         self.verbose = int(_checked_choice("verbose", verbose, (0, 1)))
         self._sink_set = SinkSet(self.sinks)
@@ -208,6 +208,20 @@ def _checked_stop_on(stop_on: Any, *, known_only: bool) -> tuple[str, ...]:
             f"{', '.join(FINDINGS)}. Correct the name."
         )
     return names
+
+
+def _checked_sinks(sinks: Any) -> tuple[Callable[[Finding], object], ...]:
+    if isinstance(sinks, str) or not isinstance(sinks, Sequence):
+        raise TypeError(
+            f"Received sinks={sinks!r}. Expected a sequence of callables that take a finding. "
+            "Put a single one into a tuple: sinks=(sink,)."
+        )
+    return tuple(sinks)
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy integer as an int, for the configuration."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def _checked_names(name: str, value: Any) -> tuple[str, ...]:

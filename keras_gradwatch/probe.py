@@ -69,17 +69,18 @@ def batch_of(data: Any) -> Batch:
         if len(data) == 0:
             raise ValueError(_NO_BATCH.format(type(data).__name__))
         return _checked(_unpacked(data[0]))
-    if isinstance(data, Iterator) or (isinstance(data, Iterable) and not _is_batch(data)):
-        first = next(iter(data), None)
-        if first is None:
-            raise ValueError(_NO_BATCH.format(type(data).__name__))
-        return _checked(_unpacked(first))
-    if not _is_batch(data):
+    if _is_batch(data):
+        return _checked(_unpacked(data))
+    if isinstance(data, tuple | str | bytes) or not isinstance(data, Iterable):
+        kind = f"a tuple of {len(data)} parts" if isinstance(data, tuple) else f"data of type {type(data).__name__}"
         raise TypeError(
-            f"Received data of type {type(data).__name__}. Expected (x, y[, sample_weight]), an array, a dict of "
-            "inputs, a Dataset, a PyDataset, a generator, or a callable that returns one of these. Convert it."
+            f"Received {kind}. Expected (x, y[, sample_weight]), an array, a dict of inputs, a Dataset, a PyDataset, "
+            "a generator, or a callable that returns one of these. Give one of them."
         )
-    return _checked(_unpacked(data))
+    first = next(iter(data), None)
+    if first is None:
+        raise ValueError(_NO_BATCH.format(type(data).__name__))
+    return _checked(_unpacked(first))
 
 
 def arrays_of(batch: Batch) -> Batch:
@@ -112,7 +113,7 @@ def check_fits(model: Any, batch: Batch) -> None:
     if not all(layer.built for layer in model._flatten_layers()):
         return  # it will be built on whatever comes first
     try:
-        model.compute_output_spec(_symbolic(batch.x))
+        _outputs_of(model, batch.x)
     except Exception as error:
         shapes = keras.tree.map_structure(lambda leaf: tuple(np.shape(leaf)), batch.x)
         expected = keras.tree.map_structure(lambda leaf: tuple(leaf.shape), getattr(model, "input", None))
@@ -251,12 +252,9 @@ def prepare_model(model: Any, batch: Batch) -> None:
 
 def build_model(model: Any, batch: Batch) -> None:
     """Make the variables of a model that ``fit`` would make inside its first step; nothing else about it changes."""
-    import keras
-
     if all(layer.built for layer in model._flatten_layers()):
         return
-    with keras.StatelessScope():  # averages, seeds and added losses stay; new variables get their values on leaving
-        model(batch.x)
+    _outputs_of(model, batch.x)
 
 
 def build_loss(model: Any, batch: Batch) -> None:
@@ -267,7 +265,7 @@ def build_loss(model: Any, batch: Batch) -> None:
     if compile_loss is None or compile_loss.built or batch.y is None:
         return
     with keras.name_scope(compile_loss.name):  # as in its own __call__: its metrics' variables carry the name
-        compile_loss.build(batch.y, model.compute_output_spec(_symbolic(batch.x)))
+        compile_loss.build(batch.y, _outputs_of(model, batch.x))
 
 
 def has_loss(model: Any) -> bool:
@@ -349,13 +347,15 @@ def _every_variable(root: Any) -> list[Any]:
     return list(found.values())
 
 
-def _symbolic(x: Any) -> Any:
+def _outputs_of(model: Any, x: Any) -> Any:
+    """Symbolic outputs of a model called as in a step; averages, seeds, added losses and random streams stay."""
     import keras
+    from keras.src.backend import compute_output_spec  # calls the model itself; its own method would skip input checks
 
     def symbol(leaf: Any) -> Any:
         return keras.KerasTensor(tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype))
 
-    return keras.tree.map_structure(symbol, x)
+    return compute_output_spec(model, keras.tree.map_structure(symbol, x))
 
 
 def _is_float(leaf: Any) -> bool:
