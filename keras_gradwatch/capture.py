@@ -36,10 +36,6 @@ class Request:
     track: bool = False
     batch: bool = False
 
-    def __or__(self, other: Request) -> Request:
-        """What satisfies both."""
-        return Request(track=self.track or other.track, batch=self.batch or other.batch)
-
 
 class Listener(Protocol):
     """Whoever follows a training run. Steps are the optimizer steps one by one, counted from 1 since it was attached.
@@ -182,7 +178,11 @@ class _Dispatcher:
 
     def _keep(self, captures: Sequence[Capture]) -> None:
         self._captures = tuple(captures)
-        if not captures and self.model.train_function is self:
+        if captures:
+            return
+        if self._tracked is not None:
+            self._tracked.release()
+        if self.model.train_function is self:
             self.model.train_function = self._original
 
     def __call__(self, iterator: Any) -> Any:
@@ -194,7 +194,7 @@ class _Dispatcher:
             return self._original(iterator)
         count = int(self.model.steps_per_execution)
         plan = [_Plan.of(self._captures, offset) for offset in range(1, count + 1)]
-        if any(one.total.track or one.total.batch for one in plan):
+        if any(one.track or one.batch for one in plan):
             return self._run_one_by_one(iterator, plan)
         return self._run_untouched(iterator, plan)
 
@@ -223,19 +223,18 @@ class _Dispatcher:
         return logs
 
     def _run_one(self, iterator: Any, plan: _Plan) -> tuple[Any, CapturedStep | None]:
-        in_graph = plan.total.track and not plan.total.batch and self.model.steps_per_execution == 1
+        in_graph = plan.track and not plan.batch and self.model.steps_per_execution == 1
         source = iterator if in_graph else [next(iterator)]
-        if plan.total.batch:
+        if plan.batch:
             seen = self._backend.as_seen(source[0])
             for capture, request in plan.requests:
                 if request.batch:
                     capture.listener.before_step(capture.steps_seen + 1, seen)
-        if not plan.total.track:
+        if not plan.track:
             return self._original(source), None
         if self._tracked is None:
             self._tracked = self._backend.TrackedStep(self.model)
-        with _patched(self._tracked.patches):
-            result: tuple[Any, CapturedStep] = self._tracked.run(source)
+        result: tuple[Any, CapturedStep] = self._tracked.run(source)
         return result
 
     def _announce(self, plan: _Plan, captured: CapturedStep | None) -> None:
@@ -249,15 +248,14 @@ class _Plan:
     """What each listener wants of one coming step, and what satisfies them all."""
 
     requests: tuple[tuple[Capture, Request], ...]
-    total: Request
+    track: bool
+    batch: bool
 
     @classmethod
     def of(cls, captures: Iterable[Capture], offset: int) -> _Plan:
+        """Ask every listener about the step that comes ``offset`` steps from now."""
         requests = tuple((capture, capture.listener.wants(capture.steps_seen + offset)) for capture in captures)
-        total = Request()
-        for _, request in requests:
-            total = total | request
-        return cls(requests, total)
+        return cls(requests, any(r.track for _, r in requests), any(r.batch for _, r in requests))
 
 
 def _dispatcher_of(model: Any) -> _Dispatcher:
@@ -301,7 +299,7 @@ def _items(container: Any) -> Iterable[Any]:
 
 
 @contextlib.contextmanager
-def _patched(patches: Iterable[Patch]) -> Iterator[None]:
+def patched(patches: Iterable[Patch]) -> Iterator[None]:
     """Puts replacements into instance dictionaries, past attribute tracking, and takes every one out again."""
     before = [(patch, patch.owner.__dict__.get(patch.name, _ABSENT)) for patch in patches]
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,7 +22,7 @@ REDUCTIONS = (
 
 
 def statistics_from_reductions(
-    reductions: npt.ArrayLike, sizes: npt.ArrayLike, connected: npt.ArrayLike
+    reductions: npt.ArrayLike, sizes: npt.ArrayLike, connected: Sequence[bool]
 ) -> Float64Array:
     """The statistics of all tensors of one step.
 
@@ -38,25 +40,27 @@ def statistics_from_reductions(
         >>> statistics_from_reductions([[25.0], [4.0], [2], [0], [1.0], [0.25]], [4], [True])[0].tolist()
         [5.0, 2.5, 4.0, 0.5, 0.0, 1.0, 0.5]
     """
+    # In few calls: this runs on every tracked step, right after a train step has emptied the processor's caches.
     table = np.asarray(reductions, dtype=np.float64).reshape(len(REDUCTIONS), -1)
-    square_sum, absmax, nonzero, nonfinite, weight_square_sum, update_square_sum = table
-    size = np.maximum(np.asarray(sizes, dtype=np.float64), 1.0)
-    norm, weight_norm, update_norm = np.sqrt(square_sum), np.sqrt(weight_square_sum), np.sqrt(update_square_sum)
+    size = np.asarray(sizes, dtype=np.float64)
+    norm, weight_norm, update_norm = np.sqrt(table[[0, 4, 5]])
     result = np.empty((len(STATISTICS), table.shape[1]))
     result[0] = norm
-    result[1] = norm / np.sqrt(size)
-    # Whether a maximum lets a NaN through depends on the device; a sum always does.
-    result[2] = np.where(np.isnan(square_sum), np.nan, absmax)
-    result[3] = np.where(np.asarray(sizes) > 0, 1.0 - nonzero / size, 0.0)
-    result[4] = nonfinite
+    result[1] = norm / np.sqrt(np.maximum(size, 1.0))
+    result[2:5] = table[1:4]
+    result[3] = 1.0 - table[2] / np.maximum(size, 1.0)
     result[5] = weight_norm
+    if weight_norm.all() and np.isfinite(table).all() and size.all() and all(connected):
+        result[6] = update_norm / weight_norm
+        return result.T
+    result[2, np.isnan(norm)] = np.nan  # whether a maximum lets a NaN through depends on the device; a sum always does
+    result[3, size == 0.0] = 0.0
     result[6] = np.sign(update_norm)
     with np.errstate(invalid="ignore"):  # inf / inf: the NaN is the answer
         np.divide(update_norm, weight_norm, out=result[6], where=weight_norm != 0.0)
-    if not np.all(connected):
-        disconnected = ~np.asarray(connected, dtype=np.bool_)
-        result[:5, disconnected] = np.nan
-        result[6, disconnected] = np.nan
+    disconnected = ~np.asarray(connected, dtype=np.bool_)
+    result[:5, disconnected] = np.nan
+    result[6, disconnected] = np.nan
     return result.T
 
 

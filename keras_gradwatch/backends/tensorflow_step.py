@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_gradwatch.backends.tensorflow_reductions import dense_or_compact, gradient_reductions, weight_reductions
-from keras_gradwatch.capture import KEEP_WEIGHTS_LIMIT, CapturedStep, Patch, optimizers_of
+from keras_gradwatch.capture import KEEP_WEIGHTS_LIMIT, CapturedStep, Patch, optimizers_of, patched
 from keras_gradwatch.records import Float64Array
 from keras_gradwatch.stats import REDUCTIONS, statistics_from_reductions
 
@@ -30,6 +30,8 @@ _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 def as_seen(batch: Any) -> Any:
     """A batch from an iterator as ``train_step`` sees it: Keras wraps a missing sample weight in an Optional."""
+    if type(batch) is tuple and all(isinstance(part, tf.Tensor) for part in batch):
+        return batch  # nothing to unwrap, told without a walk through the structure
     return keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch)
 
 
@@ -90,8 +92,10 @@ class _Layout:
 
     def statistics(self, numbers: Float64Array) -> Float64Array:
         """Undo the packing of :meth:`TrackedStep._report`."""
-        rows = self.measured
-        table = np.zeros((len(REDUCTIONS), len(self.sizes)))
+        rows, count = self.measured, len(self.sizes)
+        if len(rows) == count:
+            return statistics_from_reductions(numbers.reshape(-1, count), self.sizes, self.connected)
+        table = np.zeros((len(REDUCTIONS), count))
         table[:4, rows] = numbers[: 4 * len(rows)].reshape(4, -1)
         table[4:] = numbers[4 * len(rows) :].reshape(2, -1)
         return statistics_from_reductions(table, self.sizes, self.connected)
@@ -101,26 +105,26 @@ class TrackedStep:
     """An instrumented copy of a model's train function.
 
     It is built by Keras itself around a wrapper of the user's ``train_step``, so that compilation, distribution and
-    eager mode are as they are without us. The wrapper returns our numbers among the logs.
-
-    Attributes:
-        patches: what must stand in for methods of the optimizers and the loss while :meth:`run` runs.
+    eager mode are as they are without us. The wrapper returns our numbers among the logs. While the step runs in Python
+    (eagerly, or to be traced), stand-ins for the optimizers' ``apply`` and the loss tell it what passes through them.
     """
 
     def __init__(self, model: Any) -> None:
         self._running = threading.local()  # MirroredStrategy runs one thread per replica, interleaved.
         self._layouts: list[_Layout] = []
-        self.patches = [
+        self._patches = [
             Patch(owner=each, name="apply", replacement=self._apply_of(each)) for each in optimizers_of(model)
         ]
-        self.patches.append(Patch(owner=model, name="compute_loss", replacement=self._compute_loss_of(model)))
+        self._patches.append(Patch(owner=model, name="compute_loss", replacement=self._compute_loss_of(model)))
         tracker = model._loss_tracker
         if tracker is not None:
-            self.patches.append(Patch(owner=tracker, name="update_state", replacement=self._update_state_of(tracker)))
+            self._patches.append(Patch(owner=tracker, name="update_state", replacement=self._update_state_of(tracker)))
         self._run_eagerly = bool(model.run_eagerly)
         self._function = self._function_of(model)
         # Keras' own function hands its logs over in an Optional, which costs more than our numbers do.
         self._step = tf.function(self._next_step, autograph=False, reduce_retracing=True)
+        self._iterator: Any = None
+        self._step_on_iterator: Any = None
 
     def run(self, source: Any) -> tuple[Any, CapturedStep]:
         """One step on the next batch of an iterator, or on the only batch of a list.
@@ -136,13 +140,27 @@ class TrackedStep:
             StopIteration, tf.errors.OutOfRangeError: there is no batch left.
         """
         if isinstance(source, _ITERATORS) and not self._run_eagerly:
-            logs, batch = self._step(source)
+            logs, batch = self._on_iterator(source)(source)
         else:
             batch = next(iter(source))
-            logs = self._function([batch])
+            with patched(self._patches):
+                logs = self._function([batch])
         numbers = logs.pop(_NUMBERS, None) if isinstance(logs, dict) else None
         weights = logs.pop(_WEIGHTS, None) if isinstance(logs, dict) else None
         return logs, self._opened(numbers, weights, as_seen(batch))
+
+    def release(self) -> None:
+        """Let go of the data."""
+        self._iterator = self._step_on_iterator = None
+
+    def _on_iterator(self, iterator: Any) -> Callable[[Any], Any]:
+        """The step traced for an iterator, looked up once per epoch: the look-up takes a tenth of a small step."""
+        if iterator is not self._iterator:
+            with patched(self._patches):
+                self._step_on_iterator = self._step.get_concrete_function(iterator)
+            self._iterator = iterator
+        function: Callable[[Any], Any] = self._step_on_iterator
+        return function
 
     def _next_step(self, iterator: Any) -> tuple[Any, Any]:
         batch = iterator.get_next()
