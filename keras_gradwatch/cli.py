@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--data", metavar="FILE.npz", required=True, help="arrays x, y and, if wanted, sample_weight")
     check.add_argument("--samples", type=int, default=8, metavar="N", help="samples to check on, from the first (8)")
     check.add_argument("--seed", type=int, default=0, metavar="N", help="of the check's directions (0)")
-    check.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
-                       help="import this module of yours first: it registers custom layers; may be repeated")  # fmt: skip
+    text = "import this module of yours first: it registers custom layers; may be repeated"
+    check.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help=text)
 
     demo = _command(commands, "demo", _demo, "train a small model with a planted fault, and look at it")
     demo.add_argument(

@@ -16,7 +16,7 @@ BACKENDS = ("tensorflow", "jax", "torch")
 FRAMEWORKS = ("keras", *BACKENDS)
 
 #: Rooms that may import Keras. A module that is not named here is below the wall.
-# ``cli`` and ``__main__`` are doors beside it: they go up for two commands, and tests/test_cli.py holds the others below.
+# ``cli`` and ``__main__`` are doors beside it: two commands go up, and tests/test_cli.py holds the others below.
 ABOVE_THE_WALL = (
     "activations", "blame", "callback", "capture", "checks", "cli", "demo", "jacobian", "model_files", "probe", "run",
     "shadow", "backends", "__main__",
