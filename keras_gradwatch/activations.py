@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from keras_gradwatch.backends import forward_backend
+from keras_gradwatch.errors import gist
 from keras_gradwatch.probe import (
     Batch,
     Subject,
@@ -153,8 +154,7 @@ class Looks:
         try:
             record = self._reader.read(batch, step=self._offset + step)
         except Exception as error:  # noqa: BLE001  a model that cannot be called on a batch alone is a remark, not a fault
-            text = str(error).strip().splitlines()
-            self.failure = f"{type(error).__name__}: {text[0] if text else ''}"[:200]
+            self.failure = gist(error)
             return
         if record is not None:
             self.records.append(record)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from keras_gradwatch.backends import program_backend
 from keras_gradwatch.blame import Blame
 from keras_gradwatch.check import CheckSettings, Line, Outcome, Part, Problem, blank_outcome, check_problem
-from keras_gradwatch.errors import GradientCheckError
+from keras_gradwatch.errors import GradientCheckError, gist
 from keras_gradwatch.history import check_frame
 from keras_gradwatch.probe import (
     Batch,
@@ -251,9 +251,7 @@ class Checker:
                     shadow = backend.Program(subject.loss, moving, fixed, "float64")
             except Exception as error:  # noqa: BLE001  user code that cannot run in float64 is a verdict, not a crash
                 where = backend.location_of(error)
-                text = str(error).strip().splitlines()
-                failure = f"the model cannot run in float64: {type(error).__name__}: {text[0] if text else ''}"[:300]
-                failure += f" (at {where})" if where else ""
+                failure = f"the model cannot run in float64: {gist(error)}" + (f" (at {where})" if where else "")
             self._programs[key] = (subject, shadow, training, failure)
         return self._programs[key]
 

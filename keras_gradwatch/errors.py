@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 from keras_gradwatch.records import CheckResult, Finding
+
+
+def gist(error: BaseException) -> str:
+    r"""Type of an error and what went wrong, in one line of at most 300 characters.
+
+    Keras puts a line in front that says where, a blank one, and what went wrong in bold (seen in Keras 3.15).
+
+    Example:
+        >>> gist(ValueError("Exception encountered when calling LSTM.call().\n\nThe batch sizes differ.\n"))
+        'ValueError in LSTM.call(): The batch sizes differ.'
+    """
+    plain = re.sub(r"\x1b\[\d*m", "", str(error))
+    where, what = "", [line.strip() for line in plain.splitlines() if line.strip()]
+    if len(what) > 1 and (found := re.match(r"Exception encountered when calling (.*)\.$", what[0])):
+        where, what = f" in {found[1]}", what[1:]
+    return f"{type(error).__name__}{where}{': ' if what else ''}{what[0] if what else ''}"[:300]
 
 
 class GradientError(Exception):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_gradwatch.errors import gist
 from keras_gradwatch.records import TensorInfo
 from keras_gradwatch.shadow import losses_of
 
@@ -32,9 +33,28 @@ class Batch:
         """The batch as ``(x, y, sample_weight)``."""
         return self.x, self.y, self.sample_weight
 
-    def head(self, count: int) -> Batch:
-        """The first ``count`` samples."""
+    @property
+    def loose_parts(self) -> tuple[str, ...]:
+        """Class names of the ragged and sparse leaves; empty when all are dense."""
         import keras
+
+        leaves = keras.tree.flatten(self.parts)
+        # Turning into an array is what tells dense tensors apart on every backend.
+        return tuple(type(leaf).__name__ for leaf in leaves if leaf is not None and not hasattr(leaf, "__array__"))
+
+    def head(self, count: int) -> Batch:
+        """The first ``count`` samples.
+
+        Raises:
+            TypeError: a part is ragged or sparse.
+        """
+        import keras
+
+        if self.loose_parts:
+            raise TypeError(
+                f"Received a batch that holds a {self.loose_parts[0]}. Expected dense arrays. "
+                "Give a probe of dense arrays, or switch the check off with check_freq=None."
+            )
 
         def first(leaf: Any) -> Any:
             return leaf[:count] if len(np.shape(leaf)) else leaf
@@ -119,7 +139,7 @@ def check_fits(model: Any, batch: Batch) -> None:
         expected = keras.tree.map_structure(lambda leaf: tuple(leaf.shape), getattr(model, "input", None))
         raise ValueError(
             f"Received a probe whose inputs have the shapes {shapes}. Expected {expected or 'inputs'} as the model "
-            f"takes ({str(error).splitlines()[0]}). Give the probe the form of the training data, or a number of "
+            f"takes ({gist(error)}). Give the probe the form of the training data, or a number of "
             "samples to take it from the training batches."
         ) from error
 
@@ -248,6 +268,12 @@ def prepare_model(model: Any, batch: Batch) -> None:
         )
     build_model(model, batch)
     build_loss(model, batch)
+
+
+def fixed_batch_size(model: Any) -> int | None:
+    """The number of samples that a model is made for, ``None`` when it takes any."""
+    shapes = [tuple(tensor.shape) for tensor in getattr(model, "inputs", None) or []]
+    return next((shape[0] for shape in shapes if shape and shape[0] is not None), None)
 
 
 def build_model(model: Any, batch: Batch) -> None:

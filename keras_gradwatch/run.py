@@ -17,10 +17,10 @@ import numpy as np
 from keras_gradwatch.activations import Looks
 from keras_gradwatch.capture import CapturedStep, Request
 from keras_gradwatch.checks import Checker
-from keras_gradwatch.errors import GradientCheckError, GradientError, NonFiniteGradientError
+from keras_gradwatch.errors import GradientCheckError, GradientError, NonFiniteGradientError, gist
 from keras_gradwatch.findings import Ledger
 from keras_gradwatch.history import History
-from keras_gradwatch.probe import Batch, arrays_of, batch_of, check_fits, describe_weights, has_loss
+from keras_gradwatch.probe import Batch, arrays_of, batch_of, check_fits, describe_weights, fixed_batch_size, has_loss
 from keras_gradwatch.records import STATISTICS, CheckResult, Culprit, Finding, StepRecord, TensorInfo, Window
 from keras_gradwatch.rules import DEFAULT_RULES, Rule
 from keras_gradwatch.schedules import parse_check_schedule, parse_track_schedule
@@ -127,9 +127,9 @@ class Run:
             with self._guarded("checks"):
                 self._check = self._checker.check(self._probe_of(batch), seed=self._settings.seed + self._offset + step)
                 self._checks.append(self._check)
-        if self._looks is not None:
+        samples = Batch(*keras.utils.unpack_x_y_sample_weight(batch))
+        if self._looks is not None and not samples.loose_parts:
             with self._guarded("activations"):
-                samples = Batch(*keras.utils.unpack_x_y_sample_weight(batch))
                 self._looks.before_step(step, samples, due=step in self._checks_due)
         if self._fallback_due(step):
             with self._guarded("capture"):
@@ -241,7 +241,7 @@ class Run:
             return
         self._failed.add(part)
         step = self._offset + self._at
-        message = f"GradWatch itself failed in {part} at step {step}: {type(error).__name__}: {error}"
+        message = f"GradWatch itself failed in {part} at step {step}: {gist(error)}"
         finding = Finding(
             finding="watcher_failed", layer="GradWatch", first_step=step, last_step=step, severity="info",
             message=message,
@@ -260,7 +260,8 @@ class Run:
     def _probe_of(self, data: Any) -> Batch:
         if self._probe is not None:
             return self._probe
-        return Batch(*keras.utils.unpack_x_y_sample_weight(data)).head(self._settings.probe)
+        count = fixed_batch_size(self._model) or self._settings.probe
+        return Batch(*keras.utils.unpack_x_y_sample_weight(data)).head(count)
 
     def _fall_back(self) -> None:
         """From now on, look at the probe instead of the optimizers."""

@@ -127,11 +127,12 @@ def test_a_healthy_run_has_no_findings(healthy: Healthy) -> None:
     assert "no findings" in watch.summary()
     assert "6 steps" in watch.summary()
     assert "checked twice" in watch.summary() or "checked 2 times" in watch.summary()
-    for part in ("capture", "checks", "sinks"):
-        assert watch.cost[f"{part}_seconds"] >= 0
-        assert watch.cost[f"{part}_share"] >= 0
-    total = sum(watch.cost[f"{part}_seconds"] for part in ("capture", "checks", "sinks"))
-    assert watch.cost["share"] == pytest.approx(total / watch.cost["training_seconds"])
+    cost = watch.cost
+    seconds = {name.removesuffix("_seconds"): cost[name] for name in cost if name.endswith("_seconds")}
+    training = seconds.pop("training")
+    assert {"capture", "checks", "sinks"} <= set(seconds)
+    assert all(cost[f"{part}_share"] == pytest.approx(spent / training) for part, spent in seconds.items())
+    assert cost["share"] == pytest.approx(sum(seconds.values()) / training)
 
 
 def test_the_logs_get_three_keys(healthy: Healthy) -> None:
@@ -400,6 +401,17 @@ def test_a_model_without_trainable_weights_is_survived() -> None:
         fit(model, watch)
     assert set(watch.history.role) <= {"input"}
     assert watch.findings.empty
+
+
+def test_a_model_made_for_one_batch_size_is_checked_on_whole_batches() -> None:
+    """A stateful network takes no smaller batch: its probe is the whole one, and its state stays what it was."""
+    model = keras.Sequential([keras.Input(batch_shape=(12, 3, 4)), layers.LSTM(2, stateful=True), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    watch = GradWatch(probe=4, verbose=0)
+    fit(model, watch, x=np.stack([X] * 3, axis=1), batch_size=12)
+    frame = watch.history
+    assert list(frame["size"][frame.role == "input"]) == [12 * 3 * 4]
+    assert set(frame.check.dropna()) == {"ok"}
 
 
 class Unused(keras.layers.Layer):

@@ -307,6 +307,19 @@ def test_a_failed_summary_does_not_reach_fit(
     assert np.isfinite(history["loss"]).all()
 
 
+def test_ragged_batches_are_told_once() -> None:
+    """What cannot be cut into a probe fails the check alone, with the remedy in the warning; the norms go on."""
+    model = keras.Sequential(
+        [keras.Input((None,), dtype="int32"), layers.Embedding(9, 2), layers.GlobalAveragePooling1D(), layers.Dense(1)]
+    )
+    model.compile("sgd", "mse")
+    watch = GradWatch(rules=[], verbose=0)
+    with pytest.warns(RuntimeWarning, match="holds a RaggedTensor. Expected dense arrays. Give a probe") as caught:
+        fit(model, watch, x=tf.ragged.constant([[1, 2], [3], [4, 5, 6]] * 8, dtype=tf.int32))
+    assert len(caught) == 1
+    assert watch.history.grad_norm.notna().all()
+
+
 def test_an_error_of_the_users_own_comes_through() -> None:
     """What another callback raises is not touched, and the next plain fit is not watched."""
 
