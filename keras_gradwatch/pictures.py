@@ -20,10 +20,10 @@ from keras_gradwatch.words import number, short
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Okabe and Ito (2008), told apart by every kind of colour vision. Vermilion is kept for what is wrong.
-BLUE, SKY, GREEN, ORANGE, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7"
+#: After Okabe and Ito (2008), told apart by every kind of colour vision; the blue is lighter, to be seen on dark pages.
+#: Vermilion is kept for what is wrong.
+BLUE, SKY, GREEN, ORANGE, PURPLE = "#0F7DC2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7"
 ALARM, GREY = "#D55E00", "#8A8A8A"
-SEVERITY_COLOURS = {"error": ALARM, "warning": ORANGE, "info": GREY}
 
 _NAMES_PER_INCH = 4.5
 _NAME_WIDTH = 28

@@ -127,8 +127,9 @@ def check_errors(history: pd.DataFrame | View, *, ax: Axes | None = None) -> Axe
         area = size if verdict in _ALARMING or len(rows) < 60 else size / 3
         shown = np.clip(np.nan_to_num(errors[places], nan=high if verdict == "nonfinite" else low), low, high)
         axes.scatter(
-            shown, places, s=area, c=colour, marker=marker, linewidths=0, label=f"{verdict} ({len(places)})", zorder=3
-        )
+            shown, places, s=area, c=colour, marker=marker, label=f"{verdict} ({len(places)})",
+            linewidths=0, zorder=3, clip_on=False,
+        )  # fmt: skip
     if np.isnan(errors).all():
         say(axes, "no tensor has an error that could be measured")
     log_axis(axes, "x", low, high)
