@@ -93,11 +93,11 @@ class _Layout:
     def statistics(self, numbers: Float64Array) -> Float64Array:
         """Undo the packing of :meth:`TrackedStep._report`."""
         rows, count = self.measured, len(self.sizes)
-        if len(rows) == count:
+        if count and len(rows) == count:
             return statistics_from_reductions(numbers.reshape(-1, count), self.sizes, self.connected)
         table = np.zeros((len(REDUCTIONS), count))
-        table[:4, rows] = numbers[: 4 * len(rows)].reshape(4, -1)
-        table[4:] = numbers[4 * len(rows) :].reshape(2, -1)
+        table[:4, rows] = numbers[: 4 * len(rows)].reshape(4, len(rows))
+        table[4:] = numbers[4 * len(rows) :].reshape(2, count)
         return statistics_from_reductions(table, self.sizes, self.connected)
 
 
