@@ -204,6 +204,10 @@ def _refuse_absurd(path: str) -> None:
     size = Path(path).stat().st_size
     if size > MOST_BYTES:
         raise ValueError(f"{path!r} has {size:,} bytes. Expected at most {MOST_BYTES:,}. Keep every tenth step only.")
+    if path.lower().endswith(".gz") and _unpacks_beyond(path, MOST_BYTES):
+        raise ValueError(
+            f"{path!r} unpacks to more than {MOST_BYTES:,} bytes. Expected less. Keep every tenth step only."
+        )
     if not path.lower().endswith(".parquet"):
         return
     from keras_gradwatch._optional import require
@@ -215,6 +219,21 @@ def _refuse_absurd(path: str) -> None:
         return  # read_history says what is wrong with it
     if rows > MOST_ROWS:
         raise ValueError(f"{path!r} claims {rows:,} rows. Expected at most {MOST_ROWS:,}. Keep every tenth step only.")
+
+
+def _unpacks_beyond(path: str, most: int) -> bool:
+    """Counts without keeping; unpacking takes a tenth of the time that reading the numbers will."""
+    import gzip
+    import zlib
+
+    count = 0
+    try:
+        with gzip.open(path) as file:
+            while count <= most and (chunk := file.read(1 << 20)):
+                count += len(chunk)
+    except (OSError, EOFError, zlib.error):
+        return False  # read_history says what is wrong with it
+    return count > most
 
 
 @contextlib.contextmanager

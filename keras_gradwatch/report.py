@@ -20,7 +20,7 @@ from keras_gradwatch.drawings import drawings
 from keras_gradwatch.pictures import View, view_of
 from keras_gradwatch.records import Finding
 from keras_gradwatch.report_tables import COLUMNS, check_rows, event_tables, tensor_rows
-from keras_gradwatch.words import number, plain
+from keras_gradwatch.words import number, plain, short
 
 #: What a finding means, for readers who meet the word for the first time.
 MEANINGS = {
@@ -139,8 +139,8 @@ def _finding(view: View, finding: Finding) -> dict[str, str]:
         "place": view.account.place(finding),
         "when": view.account.span(finding),
         "meaning": MEANINGS.get(finding.finding, ""),
-        "message": plain(finding.message),
-        "advice": plain(finding.advice),
+        "message": short(finding.message, 2_000),
+        "advice": short(finding.advice, 2_000),
     }
 
 

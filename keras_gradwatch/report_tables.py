@@ -80,8 +80,8 @@ def _tensor_row(
     rms, last, zeros, update = numbers
     own = info.tensor.rpartition(f"{info.layer}/")[2] or info.tensor
     cells = [
-        _count(place), _text(plain(info.layer), title=plain(info.layer_class)),
-        _text(plain(own), title=plain(info.tensor)), _count(info.size),
+        _count(place), _text(short(info.layer, 100), title=short(info.layer_class, 100)),
+        _text(short(own, 100), title=short(info.tensor, 300)), _count(info.size),
         _text(names, "alarm" if names else ""), _text(check.verdict, _CLASSES.get(check.verdict, "")),
         _number(check.error), _number(check.bar), _number(check.rounding_error),
         _number(rms), _number(last), _number(zeros, share=True), _number(update),
