@@ -17,7 +17,11 @@ from keras_gradwatch.schedules import parse_check_schedule, parse_track_schedule
 from keras_gradwatch.sinks import SinkSet
 
 if TYPE_CHECKING:
+    import os
+    from pathlib import Path
+
     import pandas as pd
+    from matplotlib.figure import Figure
 
 _ACTIONS = ("stop", "raise")
 
@@ -99,6 +103,18 @@ class GradWatch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships 
     def summary(self) -> str:
         """What a person should know about the run, verdict first: text for a terminal."""
         return self._run.summary()
+
+    def plot(self) -> Figure:
+        """All pictures of the run on one page; see :mod:`keras_gradwatch.plots`. Needs the extra ``plot``."""
+        from keras_gradwatch.plots import overview
+
+        return overview(self.history)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the run as one page of HTML that loads nothing, and returns its path. Needs the extra ``report``."""
+        from keras_gradwatch.report import write_report
+
+        return write_report(self.history, path)
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Start afresh and begin to watch."""
