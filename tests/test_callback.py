@@ -238,6 +238,19 @@ def test_the_callback_moves_on_to_another_model() -> None:
     assert "first/kernel" not in set(watch.history.tensor)
 
 
+def test_two_callbacks_watch_the_same_run() -> None:
+    """Each follows its own schedule, and both see the same numbers."""
+    model, every, second = network(), GradWatch(verbose=0), GradWatch(check_freq=None, track_freq=2, verbose=0)
+    model.make_train_function()
+    own_step = model.train_function
+    fit(model, every, second, epochs=2)
+    assert checked_steps(every) == [1, 4]
+    frames = [watch.history[watch.history.role == "weight"].set_index(["step", "tensor"]) for watch in (every, second)]
+    assert sorted(set(frames[1].index.get_level_values("step"))) == [1, 3, 5]
+    np.testing.assert_array_equal(frames[0].loc[[1, 3, 5]].grad_norm, frames[1].grad_norm)
+    assert model.train_function is own_step
+
+
 def test_a_loop_of_train_on_batch_can_be_watched() -> None:
     """Driven by hand, the callback sees every step and gives the model back."""
     model, watch = network(), GradWatch(verbose=0)
