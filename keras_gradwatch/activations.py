@@ -35,7 +35,7 @@ SAMPLES = 128
 #: Most bytes of data held for a look; large samples are held in smaller numbers.
 MOST_BYTES = 64_000_000
 
-#: Looks that are kept.
+#: Looks that are kept: the first one and the latest.
 KEPT = 32
 
 #: Data of this many different shapes are traced; other shapes are not looked at.
@@ -84,13 +84,6 @@ class ActivationReader:
         self._passes: dict[Any, _Pass] = {}
         self._any_batch = True
 
-    @property
-    def ready(self) -> bool:
-        """False while the model, or its loss, is still to be built by its first step."""
-        built = all(layer.built for layer in self._model._flatten_layers())
-        loss = getattr(self._model, "_compile_loss", None)
-        return built and (loss is None or loss.built)
-
     def read(self, batch: Batch, *, step: int) -> ActivationRecord | None:
         """One look.
 
@@ -127,7 +120,7 @@ class Looks:
 
     def __init__(self, model: Any, *, offset: int = 0) -> None:
         self._offset = offset
-        self.records: deque[ActivationRecord] = deque(maxlen=KEPT)
+        self.records: list[ActivationRecord] = []
         self.failure = ""
         self._reader, self._pool = ActivationReader(model), SamplePool()
 
@@ -149,7 +142,7 @@ class Looks:
 
     def _look(self, step: int) -> None:
         batch = self._pool.batch()
-        if self.failure or batch is None or not self._reader.ready:
+        if self.failure or batch is None:
             return
         try:
             record = self._reader.read(batch, step=self._offset + step)
@@ -158,6 +151,7 @@ class Looks:
             return
         if record is not None:
             self.records.append(record)
+            del self.records[1 : len(self.records) - KEPT + 1]
 
 
 class _Pass:

@@ -102,7 +102,7 @@ class Stalled:
         gain = run_improvement(window)
         # A model of many epochs and few steps is judged by its epochs, a short one by its steps from the first on.
         whole = starts_the_run(window) or np.isfinite(window.epoch_losses).sum() >= 4
-        if not whole or not gain > -self.grown:
+        if not whole or not -self.grown < gain < self.improved:
             return ()
         if not is_going_nowhere(window, improved=self.improved, known=self.known):
             return ()

@@ -74,14 +74,16 @@ def improvement(losses: Float64Array) -> float:
 
 
 def knowledge(window: Window) -> float:
-    """What the predictions say about the targets: 0 = no more than another sample's would, 1 = all; NaN when unknown.
+    """What the predictions know of the targets: 0 = no more than a constant would, 1 = all; NaN when unknown.
 
-    1 − loss / loss with every prediction given to another sample, the median over the latest three looks. It is free of
-    the loss's scale, and where the run began does not matter.
+    1 − loss / reference, the median over the latest three looks. The reference is the smallest loss that any look saw with
+    every prediction given to another sample: about that of the best constant, for any loss and any scale of it. It is
+    free of how bad the start was.
     """
-    pairs = [(look.loss, look.shuffled_loss) for look in window.activations[-3:]]
-    known = [1.0 - loss / shuffled for loss, shuffled in pairs if shuffled > 0 and np.isfinite(loss)]
-    return float(np.median(known)) if known else float("nan")
+    looks = window.activations
+    reference = min((look.shuffled_loss for look in looks if look.shuffled_loss > 0), default=float("nan"))
+    known = [1.0 - look.loss / reference for look in looks[-3:] if np.isfinite(look.loss)]
+    return float(np.median(known)) if known and not math.isnan(reference) else float("nan")
 
 
 def run_improvement(window: Window) -> float:
@@ -104,9 +106,18 @@ def is_settled(window: Window) -> bool:
 
 
 def is_going_nowhere(window: Window, *, improved: float, known: float) -> bool:
-    """Whether, late enough in the run, the loss has not fallen and the predictions know nothing of the targets."""
-    improvement_so_far, knowledge_now = run_improvement(window), knowledge(window)
-    return is_settled(window) and improvement_so_far < improved and not knowledge_now >= known
+    """Whether, late enough in the run, the model has learned nothing to speak of.
+
+    Args:
+        window: the run so far.
+        improved: share of the loss that must be gone to be getting somewhere. It does not count for predictions that
+            know less than a tenth of the targets: a loss may fall from a bad start to that of a constant.
+        known: what the predictions must know of the targets to have learned; see :func:`knowledge`.
+    """
+    if not is_settled(window):
+        return False
+    flat, known_now = run_improvement(window) < improved, knowledge(window)
+    return flat if math.isnan(known_now) else known_now < min(0.1, known) or (known_now < known and flat)
 
 
 def has_learned(window: Window, share: float) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keras_gradwatch.records import Activation, ActivationRecord, Finding, InputScale, TensorInfo, Window
-from keras_gradwatch.signals import BoolArray, has_learned, is_going_nowhere, listed
+from keras_gradwatch.signals import BoolArray, has_learned, is_going_nowhere, is_settled, listed
 
 #: Mean of an input / its standard deviation from which it counts as shifted, and its size from which it counts as
 #: unscaled. Our choice: pixels 0…1 have 0.8 and 1, pixels 0…255 have 255.
@@ -46,8 +46,10 @@ class DeadUnits:
         samples: samples that must find a unit silent. A unit active in one of twenty samples passes 100 of them once in
             170 times.
         looks: looks in a row.
-        steps: training steps between the first and the last of them, so that a start that recovers is no alarm.
-        small: layers with fewer units are left alone if the model learns: half of four units are silent by chance.
+        steps: training steps between the first and the last of them.
+        early: share from which half of the run need not be over: silent units may wake up while others learn.
+        small: layers with fewer units are not told early, and left alone if the model learns: half of four units are
+            silent by chance.
         learned: share of the loss that must be gone for that.
     """
 
@@ -55,6 +57,7 @@ class DeadUnits:
     samples: int = 100
     looks: int = 3
     steps: int = 10
+    early: float = 0.9
     small: int = 16
     learned: float = 0.5
 
@@ -72,6 +75,8 @@ class DeadUnits:
             return None
         share, needed = float(dead.mean()), 1.0 if latest.output else self.share
         if latest.kind != "relu" or share < needed:
+            return None
+        if (share < self.early or latest.units < self.small) and not is_settled(window):
             return None
         if latest.units < self.small and share < 1.0 and has_learned(window, self.learned):
             return None

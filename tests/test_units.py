@@ -230,8 +230,17 @@ def test_outputs_may_be_at_their_limits() -> None:
 def test_a_model_that_has_learned_may_saturate() -> None:
     """What the predictions know of the targets clears it, and so does a falling loss."""
     assert not Saturated()(constant(tanh(1, 0.9), loss=0.2))
-    falling = window(*(look(s, tanh(1, 0.9)) for s in (1, 8, 16, 32)), losses=np.geomspace(2.3, 1.0, 60))
-    assert not Saturated()(falling)
+    halfway = constant(tanh(1, 0.9), loss=1.8)
+    assert not Saturated()(replace(halfway, losses=np.geomspace(2.3, 1.0, 60)))
+    assert len(Saturated()(halfway)) == 1
+
+
+def test_a_loss_that_falls_to_a_constants_is_not_learning() -> None:
+    """Where the start was bad, the loss may fall far although the predictions say nothing about the targets."""
+    sick = constant(tanh(1, 0.9), loss=2.3)
+    assert len(Saturated()(replace(sick, losses=np.geomspace(100.0, 2.3, 60)))) == 1
+    unknown = constant(tanh(1, 0.9), shuffled_loss=math.nan)
+    assert not Saturated()(replace(unknown, losses=np.geomspace(100.0, 2.3, 60)))
 
 
 def test_early_in_the_run_it_is_too_soon_to_tell() -> None:
