@@ -151,7 +151,7 @@ class Looks:
             return
         if record is not None:
             self.records.append(record)
-            del self.records[1 : len(self.records) - KEPT + 1]
+            del self.records[1 : max(1, len(self.records) - KEPT + 1)]
 
 
 class _Pass:

@@ -114,7 +114,8 @@ class Stalled:
         if tiny:
             why = f"the learning rate ({rate:.1g}) is too small, updates move the weights by {update:.0e} of their size"
             # An update ratio near 1e-3 is a common aim; no more than a thousand times the present rate at once.
-            advice = f"a learning rate near {rate * min(1e-3 / max(update, 1e-12), 1e3):.0g}"
+            better = rate * min(1e-3 / max(update, 1e-12), 1e3)
+            advice = f"a learning rate near {float(f'{better:.1g}'):g}"
         else:
             why = f"updates move the weights by {update:.0e} of their size per step, but it does not help"
             advice = (
