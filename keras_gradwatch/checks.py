@@ -23,6 +23,7 @@ from keras_gradwatch.probe import (
     has_loss,
     layer_subject,
     model_subject,
+    prepare_layer,
     prepare_model,
     trains_compiled_loss,
 )
@@ -41,6 +42,14 @@ _ROUNDING_LIMITS = {"float64": 1e-6, "float32": 1e-2, "float16": 0.2, "bfloat16"
 _UNITS = {"float64": 2.3e-16, "float32": 6e-8, "float16": 5e-4, "bfloat16": 4e-3}
 
 _OTHER_LOSS = "train_step is overridden and does not call compute_loss: the compiled loss is not what it trains"
+
+#: An error is lost by the arithmetic when it is this many times what rounding weights and inputs alone would cause: a
+#: forward and backward pass rounds some tens of times; a formula that cancels loses 1e3 and more. Our choice.
+_BEYOND_ROUNDING = 100.0
+
+#: A gradient that moves the loss by less than this share over the tensor's whole size trains nothing, however exact it
+#: is: its rounding is not worth an alarm (saturated units give 1e-10 and less). Our choice.
+_IDLE = 1e-6
 
 
 class GradientReport:
@@ -164,8 +173,7 @@ def check_layer(layer: Any, x: Any, *, training: bool = True, seed: int = 0) -> 
         raise TypeError(f"got an object of type {type(layer).__name__}; expected a keras.Layer")
     data = _layer_data(x, seed)
     batch = arrays_of(Batch(data))
-    if not layer.built:
-        layer(*batch.x) if isinstance(batch.x, tuple) else layer(batch.x)
+    prepare_layer(layer, batch)
     subject = layer_subject(layer, batch, training=training, seed=seed)
     return GradientReport(Checker(layer, subject=subject).check(batch, seed=seed))
 
@@ -369,13 +377,15 @@ class _Run:
             or (c.verdict == "ok" and summary[i, 3] > 0)
         ]  # fmt: skip
         inherent = self._inherent(dtype) if lossy else np.zeros(len(checks))
+        effect = self.problem.norms * self.problem.scales * np.sqrt(self.problem.sizes)
+        matters = effect > _IDLE * abs(self.problem.loss)
         found = []
         for i, check in enumerate(checks):
             check = replace(check, rounding_error=float(errors[i]))
             if i in lossy:
                 if summary[i, 3] > 0:
                     check = replace(check, verdict="imprecise", reason=f"overflow: {dtype} training gives NaN or Inf, float64 does not")
-                elif distance[i] > 4 * inherent[i]:
+                elif distance[i] > _BEYOND_ROUNDING * inherent[i] and matters[i]:
                     why = "underflow: all of it is flushed to zero" if summary[i, 1] == 0 else "cancellation or underflow"
                     reason = f"{why} in {dtype}: {errors[i]:.1e} of its norm is lost"
                     check = replace(check, verdict="imprecise", reason=reason)
@@ -388,8 +398,9 @@ class _Run:
         A gradient near convergence is the difference of large equal terms: no float32 formula could do better, and
         nothing is wrong. Only an error well beyond this one is lost by the arithmetic.
         """
-        moved = self.point.moved(_UNITS[dtype] * self.problem.scales, self.seed + 99)
-        return np.nan_to_num(self.point.difference(moved))
+        sizes = _UNITS[dtype] * self.problem.scales
+        moved = [self.point.difference(self.point.moved(sizes, self.seed + 99 + k)) for k in range(3)]
+        return np.nan_to_num(np.max(moved, axis=0))
 
     def _training_dtype(self) -> str:
         dtypes = {getattr(layer, "compute_dtype", None) for layer in self.subject.layers}

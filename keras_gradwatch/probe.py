@@ -302,6 +302,18 @@ def has_loss(model: Any) -> bool:
     return own or model._compile_loss is not None or bool(model.losses)
 
 
+def prepare_layer(layer: Any, batch: Batch) -> None:
+    """Build a layer from the shapes of its input. Symbolically: a hand-written gradient may not run on its own."""
+    import keras
+
+    if layer.built:
+        return
+    inputs = keras.tree.map_structure(
+        lambda leaf: keras.KerasTensor(tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype)), batch.x
+    )
+    layer(*inputs) if isinstance(inputs, tuple) else layer(inputs)
+
+
 def trains_compiled_loss(model: Any) -> bool:
     """False when ``train_step`` is overridden and never calls ``compute_loss``: it trains another loss."""
     import keras
