@@ -40,7 +40,8 @@ def main() -> None:
     widths = [keras.layers.Dense(n, activation="tanh") for n in (96, 64)]
     model = keras.Sequential([keras.Input((32,)), *widths, keras.layers.Dense(8)])
     model.compile("sgd", "mse")
-    x, y = np.random.randn(32, 32).astype("float32"), np.random.randn(32, 8).astype("float32")
+    generator = np.random.default_rng(0)
+    x, y = (generator.standard_normal((32, n)).astype("float32") for n in (32, 8))
     values = [tf.convert_to_tensor(v.value) for v in model.trainable_variables]
 
     @tf.function

@@ -58,7 +58,8 @@ class Outcome:
 
 def blank_outcome(count: int) -> Outcome:
     """An outcome in which nothing was judged."""
-    return Outcome([""] * count, *(np.full(count, np.nan) for _ in range(3)), [""] * count)
+    errors, bars, factors = (np.full(count, np.nan) for _ in range(3))
+    return Outcome([""] * count, errors, bars, factors, [""] * count)
 
 
 def check_problem(
@@ -223,8 +224,10 @@ class _Judge:
         results = bench.test(moves, steps, jumps=True)
         return {int(j): results[2 * k : 2 * k + 2] for k, j in enumerate(indices)}
 
-    def nearby(self, doubtful: list[int], pairs: dict[int, list[Gap]], rest: np.ndarray, steps: Sequence[float]) -> None:
-        """Judge doubtful tensors at a jittered point: wrong there means wrong, right there means a kink or a lone point.
+    def nearby(
+        self, doubtful: list[int], pairs: dict[int, list[Gap]], rest: np.ndarray, steps: Sequence[float]
+    ) -> None:
+        """Judge doubtful tensors at a jittered point: wrong there means wrong, right there a kink or a lone point.
 
         Kinks that sit exactly at the base (zero biases on blank pixels, ties) are left behind by the jitter. Its bar is
         wider, since some of them may be met again.
@@ -267,7 +270,7 @@ class _Judge:
         return rest[:0]
 
     def at_point(self, indices: list[int], pairs: dict[int, list[Gap]]) -> None:
-        """Tensors right nearby and not here: kinks, unless a single entry shows a gradient that its kink cannot give."""
+        """Tensors right nearby and not here: kinks, unless one entry shows a gradient that its kink cannot give."""
         looked_at = indices[: self.settings.entries]
         samples = self.samples() if looked_at else []
         for j in indices:

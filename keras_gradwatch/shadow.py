@@ -1,4 +1,4 @@
-"""The float64 shadow: while it is open, a model's own code traces in float64. Nothing is copied, everything is put back.
+"""The float64 shadow: while it is open, a model's own code traces in float64. Nothing is copied, all is put back.
 
 Keras decides dtypes in six places (measured on Keras 3.15, see ``docs/architecture.md``): layer policies, the dtypes
 of functional inputs, variables, loss objects, ``floatx``, and the random functions. All are switched here, under one

@@ -10,8 +10,9 @@ slopes; two loss evaluations judge a whole model, whatever its size:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -244,13 +245,13 @@ def single(count: int, index: int) -> Members:
 def _steadiest(results: Sequence[Gap]) -> Gap:
     """The result with the smallest bar once each is widened by its change from the next shorter step.
 
-    Noise falls with the step and truncation and kinks grow with it; a slope that no longer changes has left both behind.
+    Noise falls with the step, truncation and kinks grow with it; a slope that no longer changes has left both behind.
     """
     if len(results) == 1:
         return results[0]
     widened = [results[0]] + [
         replace(result, bar=max(result.bar, 2 * abs(result.numeric - shorter.numeric)))
-        for shorter, result in zip(results, results[1:], strict=False)
+        for shorter, result in pairwise(results)
     ]
     best = min(widened, key=lambda result: result.bar if result.finite else np.inf)
     # Curvature makes left and right slope differ too, in proportion to the step; at a kink they differ at every step.

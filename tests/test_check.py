@@ -33,7 +33,9 @@ class Toy:
 
     def jittered(self, size: float, seed: int) -> Toy:
         generator = np.random.default_rng([seed, 1])
-        moved = [v + size * s * generator.standard_normal(v.shape) for v, s in zip(self.values, self.scales, strict=True)]
+        moved = [
+            v + size * s * generator.standard_normal(v.shape) for v, s in zip(self.values, self.scales, strict=True)
+        ]
         return Toy(self._loss, self._gradient, moved)
 
 
@@ -60,7 +62,10 @@ class ToyLine:
         return np.array(
             [
                 toy._loss(
-                    [v + a * r + b * g for v, r, g, a, b in zip(toy.values, self._random, self._aligned, *c, strict=True)]
+                    [
+                        v + a * r + b * g
+                        for v, r, g, a, b in zip(toy.values, self._random, self._aligned, *c, strict=True)
+                    ]
                 )
                 for c in coefficients
             ]
@@ -266,7 +271,7 @@ def test_a_gradient_wrong_at_one_point_of_a_smooth_loss_is_a_mismatch() -> None:
 
 
 class ReluNet:
-    """x → relu(x·A + a) → relu(·B + b) → mean squared error, with blank rows and zero biases: kinks at the base."""
+    """x → relu(x·A + a) → relu(·B + b) → squared error, with blank rows and zero biases: kinks at the base."""
 
     def __init__(self, seed: int, rows: int = 16, blank: int = 0, at_zero: float = 0.0) -> None:
         generator = np.random.default_rng(seed)
@@ -275,7 +280,8 @@ class ReluNet:
         self.x[:blank] = 0.0
         self.y = generator.standard_normal((rows, 3))
         self.at = [
-            generator.standard_normal((6, 12)) * 0.4, np.zeros(12), generator.standard_normal((12, 3)) * 0.3, np.zeros(3),
+            generator.standard_normal((6, 12)) * 0.4, np.zeros(12),
+            generator.standard_normal((12, 3)) * 0.3, np.zeros(3),
             self.x.copy(),
         ]  # fmt: skip
 

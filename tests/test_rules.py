@@ -158,13 +158,9 @@ def test_rules_are_fast() -> None:
 def mismatched(factor: float = 1.1, culprits: Sequence[Culprit] | None = None, **fields: object) -> Window:
     tensors = network(4)
     if culprits is None:
-        culprits = [
-            Culprit(layer="scale", layer_class="Scale", parts=("input",), factor=factor, error=0.091, bar=3e-7)
-        ]
+        culprits = [Culprit(layer="scale", layer_class="Scale", parts=("input",), factor=factor, error=0.091, bar=3e-7)]
     wrong = dict.fromkeys(["d0/kernel", "d0/bias", "d1/kernel"], "mismatch")
-    return replace(
-        healthy(tensors), check=check(tensors, wrong, culprits=tuple(culprits), **fields), check_step=12
-    )
+    return replace(healthy(tensors), check=check(tensors, wrong, culprits=tuple(culprits), **fields), check_step=12)
 
 
 def test_mismatch_names_the_culprit_and_both_sides() -> None:
