@@ -65,9 +65,7 @@ def main() -> None:
     steady.append(seconds(lambda: checker.check(batch), 20))
     rows["one forward + backward"] = unit = (rows["one forward + backward"] + seconds(forward_backward, 200)) / 2
     rows["check_gradients, steady"] = statistics.mean(steady)
-    print(
-        f"TensorFlow {tf.__version__}, Keras {keras.__version__}, {os.cpu_count()} cores, {model.count_params()} weights"
-    )
+    print(f"TensorFlow {tf.__version__}, Keras {keras.__version__}, {os.cpu_count()} cores")
     print(f"{'':32}{'seconds':>12}{'forward+backward':>20}{'peer / this':>14}")
     for name, spent in rows.items():
         print(f"{name:32}{spent:12.4g}{spent / unit:20.0f}{peer / spent:14.0f}")

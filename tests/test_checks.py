@@ -128,7 +128,7 @@ HEALTHY: dict[str, Callable[[], Any]] = {
     "converged": converged,
 }
 
-#: Tensors whose gradient is zero by mathematics: a bias before normalisation or a difference, the key bias of attention.
+#: Gradients that are zero by mathematics: of a bias before normalisation or a difference, of the key bias of attention.
 ZERO = {"convolutional": "/bias", "attention": "key/bias", "siamese": "/bias"}
 
 
