@@ -79,7 +79,7 @@ class CapturedStep:
         connected: shape ``[V]``, False where the gradient is None (its row is NaN but for ``weight_norm``).
         loss: this batch's own loss; ``None`` when the train_step computed none that could be seen.
         previous_weights: tensors of ``variables`` from before the step; ``None`` when they are larger than
-            :data:`KEEP_WEIGHTS_LIMIT` in total.
+            :data:`KEEP_WEIGHTS_LIMIT` in total, or spread over several replicas.
         batch: what ``train_step`` saw.
     """
 
