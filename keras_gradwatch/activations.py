@@ -1,6 +1,6 @@
 """Looks at the activations of a model: which units are silent, which layers saturated, how far gradients reach in time.
 
-A look is one forward pass in the training dtype over the newest samples seen, up to 128 of them. No variable, metric,
+A look is a forward pass in the training dtype over the newest samples seen, about 128 of them. No variable, metric,
 seed or average moves, and only a few numbers per unit leave the device.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -31,6 +32,10 @@ from keras_gradwatch.shadow import losses_of
 #: Samples in a look: a unit that answers to one sample in twenty is silent on 8 of them two times in three, on 128 once
 #: in a thousand.
 SAMPLES = 128
+
+#: Small batches are put together until they have this many samples; larger ones are passed as they came, so that a
+#: pass takes no more memory than a training step.
+LEAST_TOGETHER = 16
 
 #: Most bytes of data held for a look; large samples are held in smaller numbers.
 MOST_BYTES = 64_000_000
@@ -58,22 +63,17 @@ class SamplePool:
         while len(self._batches) > 1 and held - self._batches[0][1] >= SAMPLES:
             held -= self._batches.popleft()[1]
 
-    def batch(self) -> Batch | None:
-        """The samples as one batch; ``None`` when there are none."""
+    def batches(self) -> list[Batch]:
+        """The samples in batches as trained with, but of 16 at least; those of another form are left out."""
         if not self._batches:
-            return None
+            return []
         newest, count = self._batches[-1]
         most = _most_samples(newest, count)
         if count >= most:
-            return newest.head(most)
-        alike = [batch for batch, _ in self._batches if _form(batch) == _form(newest)]
-        parts = [keras.tree.flatten((b.x, b.y, b.sample_weight)) for b in alike]
-        leaves = [
-            None if column[0] is None else column[-1] if not np.ndim(column[0]) else keras.ops.concatenate(column)
-            for column in zip(*parts, strict=True)
-        ]
-        joined = Batch(*keras.tree.pack_sequence_as((newest.x, newest.y, newest.sample_weight), leaves))
-        return joined.head(most)
+            return [newest.head(most)]
+        alike = [batch for batch, _ in self._batches if _form(batch) == _form(newest)][-_ceil(most, count) :]
+        together = _ceil(LEAST_TOGETHER, count)
+        return [_joined(alike[i : i + together]) for i in range(0, len(alike), together)]
 
 
 class ActivationReader:
@@ -84,22 +84,30 @@ class ActivationReader:
         self._passes: dict[Any, _Pass] = {}
         self._any_batch = True
 
-    def read(self, batch: Batch, *, step: int) -> ActivationRecord | None:
+    def read(self, batches: Sequence[Batch], *, step: int) -> ActivationRecord | None:
         """One look.
 
         Args:
-            batch: the samples to look at.
+            batches: the samples to look at, all of one form.
             step: for the record.
 
         Returns:
-            What was seen; ``None`` for data of yet another shape.
+            What was seen; ``None`` when there is no batch, or for data of yet another shape.
         """
+        pairs = [(traced, batch) for batch in batches if (traced := self._pass_for(batch)) is not None]
+        if not pairs:
+            return None
+        counts = [_samples(batch) for _, batch in pairs]
+        readings = merged([traced.read(batch) for traced, batch in pairs], counts)
+        return pairs[0][0].record(readings, step=step, samples=sum(counts))
+
+    def _pass_for(self, batch: Batch) -> _Pass | None:
         form = _form(batch) if self._any_batch else (_form(batch), _samples(batch))
-        if form not in self._passes:
-            if len(self._passes) >= MOST_SHAPES:
-                return None
-            self._passes[form] = self._traced(batch)
-        return self._passes[form].read(batch, step=step)
+        if form not in self._passes and len(self._passes) < MOST_SHAPES:
+            traced = self._traced(batch)
+            form = _form(batch) if self._any_batch else (_form(batch), _samples(batch))
+            self._passes[form] = traced
+        return self._passes.get(form)
 
     def _traced(self, batch: Batch) -> _Pass:
         try:
@@ -114,12 +122,13 @@ class ActivationReader:
 class Looks:
     """Decides when to look during one training run, and keeps the latest looks.
 
-    Before the first step, before each check and at the end of each epoch; besides before steps 2, 4, 8, 16 …, so that
-    trouble from the start is seen early and a long epoch is not slept through, at a cost that fades.
+    Before the first step, before each check and at the end of each epoch; besides whenever twice as many steps are done
+    as at the last look, so that trouble from the start is seen early and a long epoch is not slept through.
     """
 
     def __init__(self, model: Any, *, offset: int = 0) -> None:
-        self._offset = offset
+        # The last look's step, and the steps done by then: the same weights need no second look.
+        self._offset, self._last, self._done = offset, 0, -1
         self.records: list[ActivationRecord] = []
         self.failure = ""
         self._reader, self._pool = ActivationReader(model), SamplePool()
@@ -133,19 +142,19 @@ class Looks:
             due: look now, whatever the step.
         """
         self._pool.add(batch)
-        if due or step & (step - 1) == 0:
-            self._look(step)
+        if (due or step >= 2 * self._last) and self._done != step - 1:
+            self._look(step, done=step - 1)
 
     def end_epoch(self, step: int) -> None:
         """Look after the last step of an epoch."""
-        self._look(step)
+        self._look(step, done=step)
 
-    def _look(self, step: int) -> None:
-        batch = self._pool.batch()
-        if self.failure or batch is None:
+    def _look(self, step: int, *, done: int) -> None:
+        if self.failure:
             return
+        self._last, self._done = step, done
         try:
-            record = self._reader.read(batch, step=self._offset + step)
+            record = self._reader.read(self._pool.batches(), step=self._offset + step)
         except Exception as error:  # noqa: BLE001  a model that cannot be called on a batch alone is a remark, not a fault
             self.failure = gist(error)
             return
@@ -166,14 +175,16 @@ class _Pass:
             any_batch=any_batch,
         )  # fmt: skip
 
-    def read(self, batch: Batch, *, step: int) -> ActivationRecord:
-        readings = self._forward.read(*self._subject.values(batch))
+    def read(self, batch: Batch) -> Any:
+        return self._forward.read(*self._subject.values(batch))
+
+    def record(self, readings: Any, *, step: int, samples: int) -> ActivationRecord:
         numbers = zip(self._forward.sites, readings.limits, readings.entries, readings.ceilings, strict=True)
         times = zip(self._forward.sequences, readings.times, strict=True)
         inputs = self._subject.tensors[len(self._subject.variables) :]
         return ActivationRecord(
             step=step,
-            samples=_samples(batch),
+            samples=samples,
             activations=tuple(self._activation(*row) for row in numbers),
             sequences=tuple(self._sequence(sequence, norms) for sequence, norms in times if np.isfinite(norms).all()),
             inputs=tuple(
@@ -181,7 +192,7 @@ class _Pass:
                 for info, (mean, std, largest) in zip(inputs, readings.inputs, strict=True)
             ),
             loss=readings.loss,
-            shuffled_loss=readings.shuffled_loss if _samples(batch) > 1 else float("nan"),
+            shuffled_loss=readings.shuffled_loss if samples > 1 else float("nan"),
         )
 
     def _activation(self, site: Any, limits: Float64Array, entries: float, ceilings: Float64Array) -> Activation:
@@ -246,6 +257,36 @@ def _losses_subject(model: Any, batch: Batch) -> Subject:
     return Subject(model, batch, losses, losses_of(model))
 
 
+def merged(readings: Sequence[Any], counts: Sequence[int]) -> Any:
+    """The readings of several batches as one: what one pass over all samples would give, but for batch statistics.
+
+    Args:
+        readings: of one form, at least one.
+        counts: number of samples behind each.
+    """
+    first, share = readings[0], np.asarray(counts) / sum(counts)
+
+    def across(name: str) -> list[Any]:
+        """One array ``[batches, …]`` per entry of a list of the readings."""
+        return [np.stack(column) for column in zip(*(getattr(r, name) for r in readings), strict=True)]
+
+    def scale(column: Any) -> Float64Array:
+        mean = share @ column[:, 0]
+        variance = share @ (column[:, 1] ** 2 + column[:, 0] ** 2) - mean**2
+        return np.array([mean, np.sqrt(max(variance, 0.0)), column[:, 2].max()])
+
+    return replace(
+        first,
+        limits=[column.sum(axis=0) for column in across("limits")],
+        entries=[float(column.sum()) for column in across("entries")],
+        ceilings=[column.max(axis=0) for column in across("ceilings")],
+        times=[np.sqrt(share @ column**2) for column in across("times")],
+        inputs=[scale(column) for column in across("inputs")],
+        loss=float(share @ [r.loss for r in readings]),
+        shuffled_loss=float(share @ [r.shuffled_loss for r in readings]),
+    )
+
+
 def _called(model: Any, x: Any) -> Any:
     return model(x, training=True) if accepts(model.call, "training") else model(x)
 
@@ -257,6 +298,22 @@ def _reversed(leaf: Any) -> Any:
 
 def _names(tensors: Iterable[TensorInfo]) -> tuple[str, ...]:
     return tuple(info.tensor for info in tensors)
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    """Several batches as one."""
+    if len(batches) == 1:
+        return batches[0]
+    parts = [keras.tree.flatten((batch.x, batch.y, batch.sample_weight)) for batch in batches]
+    leaves = [
+        None if column[0] is None else column[-1] if not np.ndim(column[0]) else keras.ops.concatenate(column)
+        for column in zip(*parts, strict=True)
+    ]
+    return Batch(*keras.tree.pack_sequence_as((batches[0].x, batches[0].y, batches[0].sample_weight), leaves))
+
+
+def _ceil(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
 
 def _samples(batch: Batch) -> int:

@@ -94,7 +94,7 @@ class Culprit:
     Attributes:
         layer: layer path, or ``"loss"``, ``"data"``, ``"labels"``, ``"sample_weight"``.
         layer_class: class name, empty for the pseudo-layers.
-        kind: ``"backward"`` (wrong or non-finite gradient), ``"forward"`` (non-finite value) or ``"cut"`` (gradient stops).
+        kind: ``"backward"`` (wrong or non-finite gradient), ``"forward"`` (non-finite value) or ``"cut"`` (it stops).
         parts: what the layer's gradient is wrong with respect to: ``"input"`` or weight paths.
         factor: analytic / numeric slope along the gradient, NaN when it means nothing.
         error: relative error of the layer's own gradient; NaN when it means nothing.
@@ -159,7 +159,7 @@ class CheckResult:
 
     @property
     def verdict(self) -> str:
-        """The most alarming verdict of any tensor; ``"inconclusive"`` when nothing was checked or the control failed."""
+        """The most alarming verdict of any tensor; ``"inconclusive"`` when none was checked or the control failed."""
         if not self.checks or not self.awake:
             return "inconclusive"
         return min((check.verdict for check in self.checks), key=VERDICTS.index)
@@ -231,10 +231,10 @@ class InputScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationRecord:
-    """One look at the activations, with the weights as they were before step ``step``.
+    """One look at the activations.
 
     Attributes:
-        step: as in :class:`StepRecord`.
+        step: the step before which it was taken, or the last one of an epoch, after which it was taken.
         samples: number of samples looked at.
         activations: in network order.
         sequences: one per recurrent layer.

@@ -43,7 +43,7 @@ def look(model: keras.Model, x: Any, y: Any = None) -> ActivationRecord:
     if not model.compiled:
         model.compile("sgd", "mse")
     y = np.zeros((len(keras.tree.flatten(x)[0]), *model.output_shape[1:]), "float32") if y is None else y
-    record = ActivationReader(model).read(Batch(keras.tree.map_structure(ops.convert_to_tensor, x), y), step=3)
+    record = ActivationReader(model).read([Batch(keras.tree.map_structure(ops.convert_to_tensor, x), y)], step=3)
     assert record is not None
     return record
 
@@ -209,17 +209,16 @@ def test_no_loss_is_no_obstacle() -> None:
 
 
 def test_small_batches_are_gathered() -> None:
-    """The newest batches that give 128 samples are held, and no others."""
+    """The newest batches that give 128 samples are held, and passed in groups of 16 samples at least."""
     pool = SamplePool()
-    assert pool.batch() is None
+    assert pool.batches() == []
     for k in range(100):
         pool.add(Batch(np.full((3, 2), k, "float32"), np.full((3, 1), k, "float32")))
-    batch = pool.batch()
-    assert batch is not None
-    assert np.shape(batch.x) == (SAMPLES, 2)
-    assert np.asarray(batch.x)[0, 0] == 100 - 43
+    batches = pool.batches()
+    assert [np.shape(batch.x)[0] for batch in batches] == [18] * 7 + [3]
+    assert np.asarray(batches[0].x)[0, 0] == 100 - 43
     pool.add(Batch(np.ones((300, 2), "float32"), np.ones((300, 1), "float32")))
-    assert np.shape(pool.batch().x) == (SAMPLES, 2)
+    assert [np.shape(batch.x) for batch in pool.batches()] == [(SAMPLES, 2)]
 
 
 def test_batches_of_another_form_are_not_mixed() -> None:
@@ -227,27 +226,51 @@ def test_batches_of_another_form_are_not_mixed() -> None:
     pool = SamplePool()
     pool.add(Batch({"ids": np.ones((4, 9), "int32")}))
     pool.add(Batch({"ids": np.ones((4, 7), "int32")}))
-    assert np.shape(pool.batch().x["ids"]) == (4, 7)
+    assert [np.shape(batch.x["ids"]) for batch in pool.batches()] == [(4, 7)]
 
 
 def test_large_samples_are_held_in_small_numbers() -> None:
-    """A sample of 4 million numbers is 16 MB: three of them are enough."""
+    """A sample of 4 million numbers is 16 MB: four of them are the most."""
     pool = SamplePool()
     pool.add(Batch(np.zeros((8, 4_000_000), "float32")))
-    assert np.shape(pool.batch().x)[0] == 4_000_000 * 3 // 4_000_000 + 1
+    (batch,) = pool.batches()
+    assert np.shape(batch.x)[0] == 4
+
+
+def test_batches_are_seen_as_one() -> None:
+    """Without batch statistics, the look at four batches is the look at all samples together."""
+    x, y = 2 * numbers(64, 5, 3) + 1, numbers(64, 1)
+    parts = [layers.Dense(6, "relu", bias_initializer=dead_bias(6, 2)), layers.Dense(4, "tanh"), layers.GRU(3)]
+    model = stack((5, 3), *parts, layers.Dense(1))
+    model.compile("sgd", "mse")
+    reader = ActivationReader(model)
+    whole = reader.read([Batch(x, y)], step=1)
+    split = reader.read([Batch(x[i : i + 16], y[i : i + 16]) for i in range(0, 64, 16)], step=1)
+    assert whole is not None
+    assert split is not None
+    assert split.samples == 64
+    for one, other in zip(whole.activations, split.activations, strict=True):
+        assert (one.silent == other.silent).all()
+        assert one.at_limit == pytest.approx(other.at_limit)
+        assert one.ceiling == pytest.approx(other.ceiling, rel=1e-5, nan_ok=True)
+    (one,), (other,) = whole.inputs, split.inputs
+    assert (one.mean, one.std, one.largest) == pytest.approx((other.mean, other.std, other.largest), rel=1e-5)
+    assert split.loss == pytest.approx(whole.loss, rel=1e-5)
 
 
 def test_looks_thin_out_and_the_first_is_kept() -> None:
-    """Before steps 1, 2, 4, 8 … and when due, and after each epoch."""
+    """Before steps 1, 2, 4, 8 …, when due, and after each epoch; not twice for the same weights."""
     model = stack((2,), layers.Dense(2, "relu"), layers.Dense(1))
     model.compile("sgd", "mse")
     looks = Looks(model, offset=100)
     for step in range(1, 41):
         looks.before_step(step, Batch(ops.ones((2, 2)), ops.ones((2, 1))), due=step == 30)
     looks.end_epoch(40)
-    assert [record.step - 100 for record in looks.records] == [1, 2, 4, 8, 16, 30, 32, 40]
-    for _ in range(40):
-        looks.end_epoch(40)
+    assert [record.step - 100 for record in looks.records] == [1, 2, 4, 8, 16, 30, 40]
+    looks.before_step(41, Batch(ops.ones((2, 2)), ops.ones((2, 1))), due=True)  # the weights are those after step 40
+    assert len(looks.records) == 7
+    for step in range(42, 82):
+        looks.end_epoch(step)
     assert (looks.records[0].step, len(looks.records)) == (101, 32)
 
 
