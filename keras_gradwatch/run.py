@@ -115,8 +115,8 @@ class Run:
         track = self._track_schedule.due(step, first)
         if self._fallback_since:
             return Request(batch=first or check or (track and self._fallback_due(step)))
-        # The batch of every tracked step is held until the next one: a step that goes NaN is run again to find out why.
-        return Request(track=track, batch=first or track or check)
+        # A tracked step hands its batch over afterwards anyway: one that goes NaN is run again to find out why.
+        return Request(track=track, batch=first or check)
 
     def before_step(self, step: int, batch: Any) -> None:
         """Check the gradients, if it is time, before the weights move."""
