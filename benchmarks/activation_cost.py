@@ -69,7 +69,7 @@ def measure(name: str, model: keras.Model, shape: tuple[int, ...]) -> None:
     share = (spent[-1] - spent[0]) / ((time.perf_counter() - started) * 2 / 3)
     print(
         f"{name}: first look {first:.2f} s; a look at 128 samples {1e3 * look_seconds:.1f} ms = "
-        f"{look_seconds / step_seconds:.2f} training steps of {BATCH}; {share:.2%} of a fit after its first epoch of 200"
+        f"{look_seconds / step_seconds:.2f} training steps of {BATCH}; {share:.2%} of a fit, epochs of 200 steps"
     )
 
 

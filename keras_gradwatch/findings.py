@@ -59,9 +59,9 @@ class Ledger:
             if place is not None:
                 self._entries[place] = _merged(self._entries[place], finding)
                 active.append(self._entries[place])
+                self._take_back(self._entries[place])
             elif not self._explained(finding):
-                # Looks at the activations come less often than steps: what was told before its cause is taken back.
-                self._entries = [entry for entry in self._entries if not self._caused(finding, entry)]
+                self._take_back(finding)
                 self._entries.append(finding)
                 new.append(finding)
                 active.append(finding)
@@ -82,6 +82,10 @@ class Ledger:
     def step(self) -> int:
         """The step of the last update, 0 before the first."""
         return self._step
+
+    def _take_back(self, cause: Finding) -> None:
+        """Drop what was told before its cause was seen: looks at the activations come less often than steps."""
+        self._entries = [entry for entry in self._entries if not self._caused(cause, entry)]
 
     def _explained(self, finding: Finding) -> bool:
         return any(self._caused(entry, finding) for entry in self._entries)

@@ -27,15 +27,18 @@ class Oscillating:
         epochs: epochs needed after the first, and the most that are looked at is ``span``.
         span: see ``epochs``.
         turns: share of the epochs at which the direction changes. Our choice, as in faultbench.
-        swing: mean change from epoch to epoch / median loss. faultbench: 0.15; measured: healthy runs 0.1 with turns.
+        least: number of such turns.
+        swing: how far the loss goes back after it went forth, on average, / median loss. Measured: swinging models 0.17
+            and more, healthy ones with as many turns 0.03.
         floor: share of the first epoch's loss below which the loss counts as this share: near zero swings mean nothing.
-        noise: mean change / standard error of an epoch's mean. Independent noise alone gives 1.1.
+        noise: the same / standard error of an epoch's mean.
     """
 
     epochs: int = 5
     span: int = 30
     turns: float = 0.5
-    swing: float = 0.15
+    least: int = 3
+    swing: float = 0.1
     floor: float = 0.05
     noise: float = 2.0
 
@@ -45,9 +48,12 @@ class Oscillating:
         if losses.size < self.epochs or not np.isfinite(window.epoch_losses).all():
             return ()
         changes = np.diff(losses)
-        turns = float(np.mean(changes[1:] * changes[:-1] < 0))
+        turning = changes[1:] * changes[:-1] < 0
+        turns = float(turning.mean())
         level = max(float(np.median(np.abs(losses))), self.floor * abs(float(window.epoch_losses[0])))
-        change = float(np.abs(changes).mean())
+        # What goes up and comes down again: the smaller of two moves, so that a fall does not count.
+        back_and_forth = np.minimum(np.abs(changes[1:]), np.abs(changes[:-1]))[turning]
+        change = float(back_and_forth.mean()) if turning.sum() >= self.least else 0.0
         noise = float(np.nanmedian(np.nan_to_num(window.epoch_noise[1:][-self.span :])))
         if turns < self.turns or change < self.swing * level or change < self.noise * noise:
             return ()

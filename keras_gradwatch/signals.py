@@ -76,9 +76,9 @@ def improvement(losses: Float64Array) -> float:
 def knowledge(window: Window) -> float:
     """What the predictions know of the targets: 0 = no more than a constant would, 1 = all; NaN when unknown.
 
-    1 − loss / reference, the median over the latest three looks. The reference is the smallest loss that any look saw with
-    every prediction given to another sample: about that of the best constant, for any loss and any scale of it. It is
-    free of how bad the start was.
+    1 − loss / reference, the median over the latest three looks. The reference is the smallest loss that any look saw
+    with every prediction given to another sample: about that of the best constant, for any loss and any scale of it.
+    How bad the start was does not matter.
     """
     looks = window.activations
     reference = min((look.shuffled_loss for look in looks if look.shuffled_loss > 0), default=float("nan"))

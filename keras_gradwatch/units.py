@@ -122,7 +122,7 @@ class DeadUnits:
             ),
             advice=worst.advice,
             tensors=_unique(name for case in group for name in case.activation.own),
-            explains=_unique(name for case in group for name in _spoiled(window, case.activation)),
+            explains=(*_unique(n for case in group for n in _spoiled(window, case.activation)), *_inputs(window)),
         )
 
 
@@ -193,7 +193,7 @@ class Saturated:
             ),
             advice=worst.advice,
             tensors=_unique(name for case in group for name in case.activation.own),
-            explains=_unique(name for case in group for name in case.activation.upstream),
+            explains=(*_unique(n for case in group for n in case.activation.upstream), *_inputs(window)),
         )
 
 
@@ -248,6 +248,10 @@ def _spoiled(window: Window, activation: Activation) -> tuple[str, ...]:
     depth = max((info.depth for info in window.tensors if info.layer == activation.owner), default=-1)
     after = min((info.depth for info in window.tensors if info.depth > depth), default=-1)
     return (*activation.upstream, *(info.tensor for info in window.tensors if info.depth == after))
+
+
+def _inputs(window: Window) -> tuple[str, ...]:
+    return tuple(scale.name for scale in window.activations[-1].inputs)
 
 
 def _cause_of_death(

@@ -55,12 +55,13 @@ def test_a_loss_that_swings_is_found_with_advice_on_the_rate() -> None:
         np.geomspace(2.0, 0.01, 12),
         [2.0, 1.0, 1.05, 1.0, 1.04, 1.0, 1.05],
         [2.0, 1.0, 0.8, 0.7, 1.4, 0.9, 0.6, 0.5],
+        [1.8, 1.7, 1.5, 1.17, 1.2, 0.98],
         [2.0, 0.004, 0.008, 0.004, 0.008, 0.004, 0.008],
         [2.0, 1.0, 1.5, 1.0],
         [2.0, 1.0, np.nan, 1.0, 1.5, 1.0, 1.5],
         [],
     ],
-    ids=["falls", "small swings", "one bump", "near zero", "too few epochs", "broken", "none"],
+    ids=["falls", "small swings", "one bump", "bumps on the way down", "near zero", "too few epochs", "broken", "none"],
 )
 def test_healthy_courses_do_not_swing(losses: list[float]) -> None:
     """A falling loss, small swings, one bump of a restarted schedule, swings near zero, and the edges."""

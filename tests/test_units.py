@@ -165,6 +165,16 @@ def test_zero_gradients_before_a_dead_layer_are_its_consequence() -> None:
         assert [f.finding for f in ledger.findings] == ["dead_units"]
 
 
+def test_a_growing_entry_takes_back_what_it_explains() -> None:
+    """Zero gradients told before a second layer of the same cause was seen dead go with it."""
+    zero = Finding(finding="zero_gradient", layer="d2", first_step=1, last_step=9, message="z", tensors=("d2/bias",))
+    ledger = Ledger()
+    ledger.update([zero, *DeadUnits()(constant(activation(0, dead=0.6)))], 25)
+    assert len(ledger.findings) == 2
+    ledger.update(DeadUnits()(constant(activation(0, dead=0.6), activation(2, dead=1.0))), 50)
+    assert [f.finding for f in ledger.findings] == ["dead_units"]
+
+
 def test_zero_gradients_elsewhere_are_not_its_consequence() -> None:
     """A zero gradient behind the next layer has another cause."""
     (dead,) = DeadUnits()(constant(activation(0, dead=1.0)))
