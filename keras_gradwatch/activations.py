@@ -128,7 +128,7 @@ class Looks:
 
     def __init__(self, model: Any, *, offset: int = 0) -> None:
         # The last look's step, and the steps done by then: the same weights need no second look.
-        self._offset, self._last, self._done = offset, 0, -1
+        self._offset, self._last, self._done, self._taken = offset, 0, -1, 0
         self.records: list[ActivationRecord] = []
         self.failure = ""
         self._reader, self._pool = ActivationReader(model), SamplePool()
@@ -141,9 +141,20 @@ class Looks:
             batch: its samples.
             due: look now, whatever the step.
         """
-        self._pool.add(batch)
+        self._take(step, batch)
         if (due or step >= 2 * self._last) and self._done != step - 1:
             self._look(step, done=step - 1)
+
+    def after_step(self, step: int, batch: Batch) -> None:
+        """Take in the batch of a step that has run, and look if it is time."""
+        self._take(step, batch)
+        if step >= 2 * self._last and self._done != step:
+            self._look(step, done=step)
+
+    def _take(self, step: int, batch: Batch) -> None:
+        if step != self._taken and not batch.loose_parts:
+            self._pool.add(batch)
+            self._taken = step
 
     def end_epoch(self, step: int) -> None:
         """Look after the last step of an epoch."""

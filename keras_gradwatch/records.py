@@ -234,7 +234,7 @@ class ActivationRecord:
     """One look at the activations.
 
     Attributes:
-        step: the step before which it was taken, or the last one of an epoch, after which it was taken.
+        step: the step just before or just after which it was taken.
         samples: number of samples looked at.
         activations: in network order.
         sequences: one per recurrent layer.

@@ -127,9 +127,9 @@ class Run:
             with self._guarded("checks"):
                 self._check = self._checker.check(self._probe_of(batch), seed=self._settings.seed + self._offset + step)
                 self._checks.append(self._check)
-        samples = Batch(*keras.utils.unpack_x_y_sample_weight(batch))
-        if self._looks is not None and not samples.loose_parts:
+        if self._looks is not None:
             with self._guarded("activations"):
+                samples = Batch(*keras.utils.unpack_x_y_sample_weight(batch))
                 self._looks.before_step(step, samples, due=step in self._checks_due)
         if self._fallback_due(step):
             with self._guarded("capture"):
@@ -142,6 +142,9 @@ class Run:
         self._tell_schedule()
         if captured is None and self._check is None and self._fallback_statistics is None:
             return
+        if self._looks is not None and captured is not None and captured.batch is not None:
+            with self._guarded("activations"):
+                self._looks.after_step(step, Batch(*keras.utils.unpack_x_y_sample_weight(captured.batch)))
         rules_due = False
         with self._guarded("capture"):
             self._open()

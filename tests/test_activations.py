@@ -259,15 +259,18 @@ def test_batches_are_seen_as_one() -> None:
 
 
 def test_looks_thin_out_and_the_first_is_kept() -> None:
-    """Before steps 1, 2, 4, 8 …, when due, and after each epoch; not twice for the same weights."""
+    """Before the first step, after steps 2, 4, 8 …, when due, and after each epoch; not twice for the same weights."""
     model = stack((2,), layers.Dense(2, "relu"), layers.Dense(1))
     model.compile("sgd", "mse")
-    looks = Looks(model, offset=100)
+    looks, batch = Looks(model, offset=100), Batch(ops.ones((2, 2)), ops.ones((2, 1)))
     for step in range(1, 41):
-        looks.before_step(step, Batch(ops.ones((2, 2)), ops.ones((2, 1))), due=step == 30)
+        if step in (1, 30):
+            looks.before_step(step, batch, due=step == 30)
+        looks.after_step(step, batch)
     looks.end_epoch(40)
     assert [record.step - 100 for record in looks.records] == [1, 2, 4, 8, 16, 30, 40]
-    looks.before_step(41, Batch(ops.ones((2, 2)), ops.ones((2, 1))), due=True)  # the weights are those after step 40
+    assert [record.samples for record in looks.records] == [2, 4, 8, 16, 32, 60, 80]
+    looks.before_step(41, batch, due=True)  # the weights are those after step 40
     assert len(looks.records) == 7
     for step in range(42, 82):
         looks.end_epoch(step)
