@@ -75,9 +75,7 @@ class Exploding:
         if where.size:
             gradient, weight, update = global_norms(window, where)
             losses = window.losses[where]
-            course = _Course(
-                window=window, where=where, gradient=gradient, weight=weight, update=update, losses=losses
-            )
+            course = _Course(window=window, where=where, gradient=gradient, weight=weight, update=update, losses=losses)
             ways = (self._updates, self._gradient_growth, self._loss_growth, self._depth_growth, self._hidden)
             for way in ways:
                 if found := way(course):
