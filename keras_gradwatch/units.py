@@ -46,7 +46,7 @@ class DeadUnits:
         samples: samples that must find a unit silent. A unit active in one of twenty samples passes 100 of them once in
             170 times.
         looks: looks in a row.
-        steps: training steps between the first and the last of them.
+        steps: training steps between the first and the last of them, unless the run is over.
         early: share from which half of the run need not be over: silent units may wake up while others learn.
         small: layers with fewer units are not told early, and left alone if the model learns: half of four units are
             silent by chance.
@@ -70,7 +70,7 @@ class DeadUnits:
     def _case(self, window: Window, key: _Key) -> _Case | None:
         seen = _sightings(window.activations, key)
         latest = seen[-1][1]
-        dead = self._dead(seen)
+        dead = self._dead(seen, apart=0 if window.ended else self.steps)
         if dead is None or not dead.size:
             return None
         share, needed = float(dead.mean()), 1.0 if latest.output else self.share
@@ -93,14 +93,14 @@ class DeadUnits:
             advice=advice,
         )
 
-    def _dead(self, seen: Sequence[_Sighting]) -> BoolArray | None:
+    def _dead(self, seen: Sequence[_Sighting], *, apart: int) -> BoolArray | None:
         """Units that were silent in each of the latest looks; ``None`` when there were not enough."""
         dead, samples = seen[-1][1].silent.copy(), 0
         for count, (look, activation) in enumerate(reversed(seen), start=1):
             dead &= activation.silent
             samples += look.samples
             enough = samples >= self.samples and count >= self.looks
-            if enough and seen[-1][0].step - look.step >= self.steps:
+            if enough and seen[-1][0].step - look.step >= apart:
                 return dead
         return None
 

@@ -111,6 +111,13 @@ def test_a_start_that_recovers_is_no_alarm() -> None:
     assert DeadUnits()(window(*(look(s, activation(dead=0.8 if s < 9 else 0.1)) for s in (1, 2, 4, 8, 16)))) == []
 
 
+def test_a_run_of_three_steps_is_judged_at_its_end() -> None:
+    """When no step will follow, there is nothing to wait for."""
+    short = constant(activation(dead=1.0), steps=(1, 2, 3))
+    assert DeadUnits()(short) == []
+    assert len(DeadUnits()(replace(short, ended=True))) == 1
+
+
 def test_negative_biases_are_the_cause() -> None:
     """Units that would be alive without their bias died of it, and the advice is to start it at 0."""
     sick = activation(dead=1.0, bias=np.full(UNITS, -10.0), ceiling=np.full(UNITS, -8.0))
