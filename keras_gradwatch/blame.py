@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from keras_gradwatch.check import CheckSettings, Part, Problem, check_problem
+from keras_gradwatch.check import CheckSettings, Outcome, Part, Problem, check_problem
 from keras_gradwatch.probe import Subject, layer_paths
-from keras_gradwatch.records import Culprit
+from keras_gradwatch.records import Culprit, Float64Array
 
-#: At most this many layers are tried alone in one check: the nearest the loss first.
-_MOST_LAYERS = 64
+#: What lies outside of all layers: the loss.
+_OUTSIDE = -1
+_NAN_LOSS = "the loss is NaN or Inf although the model's outputs are finite"
 
 
 class Blame:
@@ -28,37 +30,24 @@ class Blame:
         self._paths = layer_paths(root)
         self.evaluations = 0
 
-    def mismatch(self, wrong: Sequence[bool]) -> list[Culprit]:
-        """Layers (or the loss) whose own backward disagrees with their forward, nearest the loss first."""
-        culprits: list[Culprit] = []
-        loss = self._try(self._program.loss_alone(), [f"output {k}" for k in range(99)])
-        if loss is not None:
-            culprits.append(self._culprit("loss", "", loss))
-        unexplained = {i for i, bad in enumerate(wrong) if bad}
-        if culprits:
-            return culprits
-        tried = 0
-        for index in self._candidates():
-            if not unexplained or tried >= _MOST_LAYERS:
-                break
-            upstream = self._program.moving_above(index)
-            if not unexplained & upstream:
-                continue
-            tried += 1
-            traced = self._program.layer(index, self._seed + index)
-            if traced is None:
-                continue
-            names = ["input"] * traced.inputs + [self._subject.tensors[i].tensor for i in traced.weights]
-            found = self._try(traced, names)
-            if found is None:
-                continue
-            operation = self._program.calls[index].operation
-            culprit = self._culprit(self._path(operation), type(operation).__name__, found)
-            if culprit.layer not in {c.layer for c in culprits}:
+    def mismatch(self) -> list[Culprit]:
+        """Layers (or the loss) whose own backward disagrees with their forward, nearest the loss first.
+
+        All layers are cut off from each other and tried at once: one sum of random projections of all their outputs,
+        as a function of everything that enters them. The loss is tried first, on its own.
+        """
+        parts = self._program.parts
+        if parts is None:
+            return []
+        inner = self._program.values([*parts.borders, parts.norms], *self._values)
+        borders, norms = inner[:-1], np.asarray(inner[-1])
+        of_loss = np.arange(len(norms)) == 0
+        with np.errstate(divide="ignore"):
+            even = np.where(of_loss | ~np.isfinite(norms) | (norms == 0), 0.0, 1.0 / norms)
+        culprits = self._tried(parts, borders, np.where(of_loss, 1.0, 0.0))
+        for culprit in self._tried(parts, borders, even):
+            if culprit.layer not in {known.layer for known in culprits}:
                 culprits.append(culprit)
-            unexplained -= upstream if "input" in culprit.parts else {
-                i for i in traced.weights if self._subject.tensors[i].tensor in culprit.parts
-            }
         return culprits
 
     def nonfinite(self, loss: float) -> list[Culprit]:
@@ -67,19 +56,21 @@ class Blame:
         if data:
             return [data]
         flags = self._program.finite(*self._values)
-        leaves = [i for i in range(len(flags)) if not self._program.children(i)]
-        for i in leaves:  # calls come in execution order
-            inputs, outputs, _, _ = flags[i]
-            if inputs and not outputs:
-                return [self._layer_culprit(i, "forward", "its output holds NaN or Inf although its inputs are finite")]
+        for k, (inputs, outputs, _, _) in sorted(flags, key=lambda flag: self._position(flag[0])):
+            if inputs and not outputs and k != _OUTSIDE:
+                return [self._named(k, "forward", "its output holds NaN or Inf although its inputs are finite")]
         if not np.isfinite(loss):
-            return [Culprit(layer="loss", kind="forward", detail="the loss is NaN or Inf although the model's outputs are finite")]
-        for i in reversed(leaves):
-            _, _, outputs, inputs = flags[i]
+            return [Culprit(layer="loss", kind="forward", detail=_NAN_LOSS)]
+        for k, (_, _, outputs, inputs) in sorted(flags, key=lambda flag: -self._position(flag[0])):
             if outputs and not inputs:
-                detail = "its backward gives NaN or Inf although the gradient of its output is finite"
-                return [self._layer_culprit(i, "backward", detail)]
-        return [Culprit(layer="loss", kind="backward", detail="the gradient of the loss is NaN or Inf at finite outputs")]
+                return [
+                    self._named(
+                        k, "backward", "its backward gives NaN or Inf although the gradient of its output is finite"
+                    )
+                ]
+        return [
+            Culprit(layer="loss", kind="backward", detail="the gradient of the loss is NaN or Inf at finite outputs")
+        ]
 
     def cuts(self, indices: Sequence[int]) -> list[Culprit]:
         """Where the gradient of disconnected tensors stops, one per place."""
@@ -119,52 +110,76 @@ class Blame:
         self.evaluations += naive.evaluations
         return np.array([verdict == "mismatch" for verdict in naive.verdicts])
 
-    def _try(self, traced: Any, names: Sequence[str]) -> _Found | None:
-        """Check one scalar alone; None when it is right (or cannot be judged)."""
-        if traced is None:
+    def _tried(self, parts: Any, borders: list[Any], scales: Float64Array) -> list[Culprit]:
+        """Culprits among the parts whose outputs have a scale, nearest the loss first."""
+        outcome = self._judged(parts, borders, scales)
+        found: dict[int, list[int]] = {}
+        for j, verdict in enumerate(outcome.verdicts if outcome else []):
+            if verdict == "mismatch":
+                for k in self._owners(parts, borders, scales, j):
+                    found.setdefault(k, []).append(j)
+        assert outcome is not None or not found  # noqa: S101  type narrowing
+        culprits = [self._culprit(parts, k, found[k], outcome) for k in sorted(found, key=lambda k: -self._position(k))]
+        return _merged(culprits)
+
+    def _judged(self, parts: Any, borders: list[Any], scales: Float64Array) -> Outcome | None:
+        """Check the parts whose outputs have a scale; None when there is none or they hold NaN or Inf."""
+        if not scales.any():
             return None
-        inner = self._program.values([*traced.moving, *traced.fixed], *self._values)
-        point = traced.point(inner[: len(traced.moving)], inner[len(traced.moving) :])
+        point = parts.point(borders, scales, *self._values)
         problem = self._problem_of(point)
-        if not np.isfinite(problem.loss) or not np.isfinite(problem.norms).all():
+        if not np.isfinite(problem.loss):
             return None
-        outcome = check_problem(problem, self._seed, self._settings)
+        usable = np.isfinite(problem.norms) & (point.summaries[:, 2] == 0)
+        outcome = check_problem(problem, self._seed, self._settings, candidates=usable)
         self.evaluations += outcome.evaluations
-        bad = [k for k, verdict in enumerate(outcome.verdicts) if verdict == "mismatch"]
-        if not bad:
-            return None
-        worst = max(bad, key=lambda k: float(outcome.errors[k]))
-        parts = tuple(dict.fromkeys(names[k] for k in bad))
-        return parts, float(outcome.factors[worst]), float(outcome.errors[worst]), float(outcome.bars[worst])
+        return outcome
 
-    def _candidates(self) -> list[int]:
-        """Call indices, leaves before containers, nearest the loss first."""
-        calls = range(len(self._program.calls))
-        leaves = [i for i in calls if not self._program.children(i)]
-        containers = [i for i in calls if self._program.children(i) and self._program.calls[i].parent != -1]
-        order = sorted(leaves, key=lambda i: -self._program.calls[i].last_op)
-        rest = sorted(containers, key=lambda i: self._program.calls[i].last_op - self._program.calls[i].first_op)
-        top = [i for i in calls if self._program.children(i) and self._program.calls[i].parent == -1]
-        return [*order, *rest, *top]
+    def _owners(self, parts: Any, borders: list[Any], scales: Float64Array, j: int) -> list[int]:
+        """The calls at fault for a wrong tensor: the one a border enters, or those that read a weight wrongly."""
+        if j < len(parts.borders):
+            return [parts.owners[j]]
+        makers = np.array(parts.makers)
+        readers = [k for k in self._program.consumers(j - len(parts.borders)) if scales[makers == k].any()]
+        if len(readers) < 2:
+            return readers or [_OUTSIDE]
+        alone = {k: self._judged(parts, borders, np.where(makers == k, scales, 0.0)) for k in readers}
+        return [k for k, outcome in alone.items() if outcome is not None and outcome.verdicts[j] == "mismatch"]
 
-    def _culprit(self, layer: str, name: str, found: _Found) -> Culprit:
-        parts, factor, error, bar = found
-        return Culprit(layer=layer, layer_class=name, parts=parts, factor=factor, error=error, bar=bar)
+    def _culprit(self, parts: Any, k: int, wrong: list[int], outcome: Any) -> Culprit:
+        worst = max(wrong, key=lambda j: float(outcome.errors[j]))
+        names = ["input"] * len(parts.borders) + [info.tensor for info in self._subject.tensors]
+        labels = [parts.labels[j] for j in wrong if j < len(parts.labels) and parts.labels[j]]
+        detail = f"wrong in what it does with {', '.join(labels)}" if labels else ""
+        return replace(
+            self._named(k, "backward", detail), parts=tuple(dict.fromkeys(names[j] for j in wrong)),
+            factor=float(outcome.factors[worst]), error=float(outcome.errors[worst]), bar=float(outcome.bars[worst]),
+        )  # fmt: skip
 
-    def _layer_culprit(self, index: int, kind: Any, detail: str) -> Culprit:
-        operation = self._program.calls[index].operation
+    def _named(self, k: int, kind: Any, detail: str) -> Culprit:
+        """A call (or the loss) as a culprit."""
+        if k == _OUTSIDE:
+            return Culprit(layer="loss", kind=kind, detail=detail)
+        operation = self._program.calls[k].operation
         return Culprit(layer=self._path(operation), layer_class=type(operation).__name__, kind=kind, detail=detail)
+
+    def _position(self, k: int) -> float:
+        return float("inf") if k == _OUTSIDE else float(self._program.calls[k].last_op)
 
     def _bad_data(self) -> Culprit | None:
         count = len(self._subject.variables)
         for info, value in zip(self._subject.tensors[count:], self._values[0][count:], strict=True):
             rows = _bad_rows(value)
             if rows:
-                return Culprit(layer="data", kind="forward", parts=(info.tensor,), detail=f"the input holds NaN or Inf in {rows}")
+                return Culprit(
+                    layer="data", kind="forward", parts=(info.tensor,), detail=f"the input holds NaN or Inf in {rows}"
+                )
         for value in self._values[1][len(self._subject.state) :]:
             rows = _bad_rows(value)
             if rows:
-                return Culprit(layer="labels", kind="forward", detail=f"the targets or weights hold NaN or Inf in {rows}")
+                return Culprit(
+                    layer="labels", kind="forward", detail=f"the targets or weights hold NaN or Inf in {rows}"
+                )
         for info, value in zip(self._subject.tensors[:count], self._values[0][:count], strict=True):
             if _bad_rows(value):
                 return Culprit(layer=info.layer, layer_class=info.layer_class, kind="forward", parts=(info.tensor,),
@@ -172,10 +187,16 @@ class Blame:
         return None
 
     def _path(self, operation: Any) -> str:
-        return self._paths.get(id(operation), operation.name)
+        return self._paths.get(id(operation), str(operation.name))
 
 
-_Found = tuple[tuple[str, ...], float, float, float]
+def _merged(culprits: Sequence[Culprit]) -> list[Culprit]:
+    """One culprit per layer: a layer that is called twice is wrong once."""
+    found: dict[str, Culprit] = {}
+    for culprit in culprits:
+        known = found.setdefault(culprit.layer, culprit)
+        found[culprit.layer] = replace(known, parts=tuple(dict.fromkeys((*known.parts, *culprit.parts))))
+    return list(found.values())
 
 
 class _Naive:

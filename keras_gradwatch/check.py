@@ -121,8 +121,17 @@ class _Judge:
 
     def strengthen(self, bench: Bench) -> None:
         """Judge tensors that hardly move the loss together, with longer and longer steps, strongest first."""
-        steps = tuple(self.settings.step * 16.0**k for k in range(6))
         weak = self.having("weak")
+        for power in (2, 4):  # an agreement needs no second step to be believed
+            if weak.any():
+                longer = self.bench(self.problem, 0, slack=30.0)
+                step = self.settings.step * 16.0**power
+                result = longer.test([longer.moves(weak, full=True)], (step,))[0]
+                if not result.agrees:
+                    break
+                self.accept(weak, result)
+                weak = self.having("weak")
+        steps = tuple(self.settings.step * 16.0**k for k in range(6))
         while weak.any():
             self.confirm(self.sift(bench, weak, steps, full=True), steps)
             still = self.having("weak")

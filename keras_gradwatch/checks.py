@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +70,10 @@ class GradientReport:
     @property
     def ok(self) -> bool:
         """True when every tensor was certified, or is zero, on a kink, or declared to differ."""
-        return self.result.awake and not any(check.verdict in _FAILURES for check in self.result.checks) and bool(
-            self.result.checks
+        return (
+            self.result.awake
+            and not any(check.verdict in _FAILURES for check in self.result.checks)
+            and bool(self.result.checks)
         )
 
     @property
@@ -191,9 +193,15 @@ class Checker:
     """
 
     def __init__(
-        self, root: Any, *, training: bool = True, surrogates: Sequence[str] = (), wrt: Sequence[str] = ("weights", "inputs"),
-        subject: Subject | None = None, settings: CheckSettings | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        root: Any,
+        *,
+        training: bool = True,
+        surrogates: Sequence[str] = (),
+        wrt: Sequence[str] = ("weights", "inputs"),
+        subject: Subject | None = None,
+        settings: CheckSettings | None = None,
+    ) -> None:
         self.root, self.training, self.surrogates, self.wrt = root, training, tuple(surrogates), tuple(wrt)
         self.settings = settings or CheckSettings()
         self._subject = subject
@@ -223,7 +231,8 @@ class Checker:
         subject, _, training, failure = self._traced(batch)
         if training is None:
             raise RuntimeError(failure)
-        values = training.feed(*subject.values(batch))
+        moving, fixed = subject.values(batch)
+        values = training.feed(moving, [*fixed, np.float32(1.0)])
         return subject, training.main.point(*values)
 
     def diagnose(self, batch: Batch, weights: Mapping[int, Any]) -> tuple[Culprit, ...]:
@@ -252,7 +261,7 @@ class Checker:
             subject = self._subject or model_subject(self.root, batch, training=self.training)
             backend = program_backend()
             moving, fixed = subject.values(batch)
-            training = backend.Program(subject.loss, moving, fixed, None)
+            training = backend.Program(_scaled(subject.loss), moving, [*fixed, np.float32(1.0)], None)
             shadow, failure = None, ""
             try:
                 with float64_shadow(subject.layers, subject.losses, [*subject.variables, *subject.state]):
@@ -270,10 +279,10 @@ class PointProblem:
     def __init__(self, point: Any, floor: float = 0.0) -> None:
         self.point = point
         self.loss = point.loss
-        summary = point.summaries()
-        self.norms: Float64Array = np.nan_to_num(summary[:, 1], nan=0.0, posinf=np.inf)
-        self.nonfinite: Float64Array = np.nan_to_num(summary[:, 3])
-        self.sizes: Float64Array = np.array([float(v.shape.num_elements()) for v in point.moving])
+        summary = point.summaries
+        self.norms: Float64Array = np.nan_to_num(summary[:, 1], nan=np.inf, posinf=np.inf)
+        self.nonfinite: Float64Array = summary[:, 2]
+        self.sizes: Float64Array = np.array(point.traced.sizes, dtype=float)
         rms = summary[:, 0]
         typical = rms[(rms > 0) & np.isfinite(rms)]
         self.floor = floor or 0.05 * (float(np.median(typical)) if len(typical) else 1.0)
@@ -339,8 +348,11 @@ class _Run:
             verdict, reason = "inconclusive", f"not float64 all the way: {leak}"
         elif not connected and verdict in ("zero", "ok", "inconclusive", ""):
             verdict, reason = "disconnected", self.blame.cut_reason(i)
-        elif verdict == "mismatch" and self.shadow.hidden_stops():
-            verdict, reason = "inconclusive", "a stop_gradient inside a loop cannot be held constant on the numeric side"
+        elif verdict == "mismatch" and self.shadow.hidden_stops[i]:
+            verdict, reason = (
+                "inconclusive",
+                "a stop_gradient inside a loop cannot be held constant on the numeric side",
+            )
         elif info.size == 0:
             verdict, reason = "zero", "the tensor is empty"
         return TensorCheck(
@@ -355,26 +367,28 @@ class _Run:
         differs = self.blame.declared(self.problem, usable)
         reason = "gradient and plain slope differ because the code says stop_gradient; right with that held constant"
         return [
-            replace(c, verdict="declared", reason=f"{reason}{self.blame.stop_place(i)}") if c.verdict == "ok" and differs[i] else c
+            replace(c, verdict="declared", reason=f"{reason}{self.blame.stop_place(i)}")
+            if c.verdict == "ok" and differs[i]
+            else c
             for i, c in enumerate(checks)
         ]
 
     def _round(self, checks: list[TensorCheck]) -> list[TensorCheck]:
         """Add the rounding error of the training dtype; ``ok`` becomes ``imprecise`` where it loses the gradient."""
-        if not np.isfinite(self.problem.loss):
-            return checks
+        if not np.isfinite(self.problem.loss) or self.shadow.draws:
+            return checks  # draws past Keras' seeds differ between two traces: nothing could be compared
         dtype = self._training_dtype()
         scale = _loss_scale(self.checker.root)
-        values = self.training.feed(*self.raw)
-        lower = self.training.main.point(*values, scale)
+        values = self.training.feed(self.raw[0], [*self.raw[1], np.float32(scale)])
+        lower = self.training.main.point(*values)
         distance = self.point.difference(lower, scale)
-        summary = lower.summaries()
+        summary = lower.summaries
         with np.errstate(divide="ignore", invalid="ignore"):
             errors = np.where(self.problem.norms > 0, distance / self.problem.norms, np.nan)
         lossy = [
             i for i, c in enumerate(checks)
-            if c.verdict == "ok" and not (np.nan_to_num(errors[i], nan=0.0, posinf=np.inf) <= _ROUNDING_LIMITS[dtype])
-            or (c.verdict == "ok" and summary[i, 3] > 0)
+            if (c.verdict == "ok" and not (np.nan_to_num(errors[i], nan=0.0, posinf=np.inf) <= _ROUNDING_LIMITS[dtype]))
+            or (c.verdict == "ok" and summary[i, 2] > 0)
         ]  # fmt: skip
         inherent = self._inherent(dtype) if lossy else np.zeros(len(checks))
         effect = self.problem.norms * self.problem.scales * np.sqrt(self.problem.sizes)
@@ -383,10 +397,16 @@ class _Run:
         for i, check in enumerate(checks):
             check = replace(check, rounding_error=float(errors[i]))
             if i in lossy:
-                if summary[i, 3] > 0:
-                    check = replace(check, verdict="imprecise", reason=f"overflow: {dtype} training gives NaN or Inf, float64 does not")
+                if summary[i, 2] > 0:
+                    check = replace(
+                        check,
+                        verdict="imprecise",
+                        reason=f"overflow: {dtype} training gives NaN or Inf, float64 does not",
+                    )
                 elif distance[i] > _BEYOND_ROUNDING * inherent[i] and matters[i]:
-                    why = "underflow: all of it is flushed to zero" if summary[i, 1] == 0 else "cancellation or underflow"
+                    why = (
+                        "underflow: all of it is flushed to zero" if summary[i, 1] == 0 else "cancellation or underflow"
+                    )
                     reason = f"{why} in {dtype}: {errors[i]:.1e} of its norm is lost"
                     check = replace(check, verdict="imprecise", reason=reason)
             found.append(check)
@@ -400,7 +420,8 @@ class _Run:
         """
         sizes = _UNITS[dtype] * self.problem.scales
         moved = [self.point.difference(self.point.moved(sizes, self.seed + 99 + k)) for k in range(3)]
-        return np.nan_to_num(np.max(moved, axis=0))
+        largest: Float64Array = np.nan_to_num(np.max(moved, axis=0))
+        return largest
 
     def _training_dtype(self) -> str:
         dtypes = {getattr(layer, "compute_dtype", None) for layer in self.subject.layers}
@@ -415,7 +436,7 @@ class _Run:
         if "nonfinite" in verdicts:
             culprits += self.blame.nonfinite(self.problem.loss)
         if "mismatch" in verdicts:
-            culprits += self.blame.mismatch([v == "mismatch" for v in verdicts])
+            culprits += self.blame.mismatch()
         if "disconnected" in verdicts:
             culprits += self.blame.cuts([i for i, v in enumerate(verdicts) if v == "disconnected"])
         return culprits
@@ -441,6 +462,17 @@ def _untraceable(tensors: tuple[TensorInfo, ...], failure: str) -> CheckResult:
 
 def _named(layer: str, surrogates: Sequence[str]) -> bool:
     return any(layer == name or layer.split("/")[-1] == name or layer.startswith(f"{name}/") for name in surrogates)
+
+
+def _scaled(loss: Callable[[list[Any], list[Any]], Any]) -> Callable[[list[Any], list[Any]], Any]:
+    """A loss times the last of its fixed values, as a LossScaleOptimizer asks for."""
+    import keras
+
+    def scaled(moving: list[Any], fixed: list[Any]) -> Any:
+        value = loss(moving, fixed[:-1])
+        return value * keras.ops.cast(fixed[-1], value.dtype)
+
+    return scaled
 
 
 def _loss_scale(root: Any) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_gradwatch.backends.tensorflow_program import LayerCall, _pruned, _reach, _recording, _to_tensor
+from keras_gradwatch.backends.tensorflow_graph import LayerCall, feeds_behind, pruned, recording, to_tensor
 from keras_gradwatch.records import Float64Array
 
 #: Range of each kind of activation; a relu has one limit, zero.
@@ -102,7 +102,7 @@ class Forward:
         found: list[Any] = []
 
         def traced(*arguments: Any) -> Any:
-            with _recording(calls):
+            with recording(calls):
                 found[:] = [tf.convert_to_tensor(v) for v in losses(list(arguments[:count]), list(arguments[count:]))]
             return found[0]
 
@@ -110,19 +110,19 @@ class Forward:
         graph = wrapped.graph
         feeds = list(graph.inputs)[: len(signature)]
         operations = graph.get_operations()
-        reach = _reach(operations, feeds[:count])
-        self.sites = list(_sites(calls, operations, reach, weights))
+        reached = feeds_behind(operations, feeds[:count])
+        self.sites = list(_sites(calls, operations, reached, weights))
         self.sequences = list(_sequences(calls))
         self._lengths: list[int] = []
         with graph.as_default():
             parts = self._parts(found, feeds[weights:count])
             everything = tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in parts], axis=0)
         self._lengths = [int(part.shape.num_elements()) for part in parts]
-        self._function = _pruned(wrapped, feeds, everything)
+        self._function = pruned(wrapped, feeds, everything)
 
     def read(self, moving: Sequence[Any], fixed: Sequence[Any]) -> Readings:
         """One pass at given values. One small array leaves the device."""
-        values = [_to_tensor(v, d) for v, d in zip((*moving, *fixed), self._dtypes, strict=True)]
+        values = [to_tensor(v, d) for v, d in zip((*moving, *fixed), self._dtypes, strict=True)]
         numbers = np.asarray(self._function(*values))
         parts = iter(np.split(numbers, np.cumsum(self._lengths)[:-1]))
         loss, shuffled = (float(next(parts)[0]) for _ in range(2))

@@ -1,0 +1,223 @@
+"""A scalar in a TensorFlow graph at a point: its gradients, and its values along lines, each in one compiled call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_gradwatch.backends.tensorflow_graph import pruned, to_tensor
+from keras_gradwatch.records import Float64Array
+
+
+class Traced:
+    """A scalar in a graph as a function of some of its tensors.
+
+    Values and gradients of all moving tensors travel as one flat float64 vector each: a handful of operations per
+    evaluation, whatever the number of tensors.
+
+    Args:
+        wrapped: the wrapped function that owns the graph.
+        moving, fixed: tensors of the graph that are fed.
+        loss: the scalar.
+        gradients: of the scalar by each moving tensor, or None.
+        stops, draws: outputs of ``stop_gradient`` and of random operations, held at their base values along lines.
+        full: function of all fed tensors that gives :func:`fetches`, if there is one already.
+    """
+
+    def __init__(
+        self, wrapped: Any, moving: Sequence[Any], fixed: Sequence[Any], loss: Any, gradients: Sequence[Any],
+        stops: Sequence[Any] = (), draws: Sequence[Any] = (), full: Any = None,
+    ) -> None:  # fmt: skip
+        self.moving, self.fixed, self.loss = list(moving), list(fixed), loss
+        self.stops, self.draws = list(stops), list(draws)
+        self.connected = tuple(g is not None for g in gradients)
+        self.sizes = [int(t.shape.num_elements()) for t in moving]
+        self._wrapped = wrapped
+        self._full = full
+        if full is None:
+            with wrapped.graph.as_default():
+                wanted = fetches(loss, moving, gradients, stops, draws)
+            self._full = pruned(wrapped, [*self.moving, *self.fixed], wanted)
+        self._forwards: dict[bool, Any] = {}
+        # Compiled on first use, once: only the number of points along lines varies.
+        self._directions = tf.function(self._make_directions, autograph=False)
+        self._moved = tf.function(self._move, autograph=False)
+        self._distances = tf.function(self._distance, autograph=False)
+        self._along: dict[bool, Any] = {}
+
+    def point(self, moving: Sequence[Any], fixed: Sequence[Any]) -> Point:
+        """Loss and gradients at a point, kept on the device."""
+        loss, slopes, summaries, *frozen = self._full(*moving, *fixed)
+        return Point(self, list(moving), list(fixed), float(loss), slopes, np.asarray(summaries), frozen)
+
+    def forward(self, naive: bool) -> Any:
+        """The forward pass with random draws held; stop_gradient is held too, or (naive) lets its value through."""
+        if naive not in self._forwards:
+            held = [*([] if naive else self.stops), *self.draws]
+            self._forwards[naive] = pruned(self._wrapped, [*self.moving, *self.fixed, *held], self.loss)
+        return self._forwards[naive]
+
+    def directions(self, slopes: Any, seed: int, part: tuple[int, int, int] | None) -> tuple[Any, Any, Any]:
+        """Random and aligned direction as flat vectors, and the slopes ``[2, T]`` along them."""
+        offsets = np.cumsum([0, *self.sizes])
+        j, start, stop = part or (0, 0, self.sizes[0] if self.sizes else 0)
+        bounds = [offsets[j], offsets[j] + start, offsets[j] + stop, offsets[j + 1] if self.sizes else 0]
+        return tuple(self._directions(slopes, to_tensor(_seed(seed), tf.int32), tf.constant(bounds, tf.int64)))
+
+    def losses(self, point: Point, directions: tuple[Any, Any], coefficients: Any, naive: bool) -> Float64Array:
+        """Losses at several moved points, in one call."""
+        stops = len(self.stops)
+        held = point.frozen[stops if naive else 0 :]
+        if naive not in self._along:
+            vector = tf.TensorSpec([sum(self.sizes)], tf.float64)
+            points = tf.TensorSpec([None, 2, len(self.sizes)], tf.float64)
+            specs = [[tf.TensorSpec(t.shape, t.dtype) for t in group] for group in (point.moving, point.fixed, held)]
+            signature = [*specs, vector, vector, points]
+            self._along[naive] = tf.function(_bound(self._losses, naive), input_signature=signature, autograph=False)
+        return np.asarray(
+            self._along[naive](point.moving, point.fixed, held, *directions, tf.constant(coefficients, tf.float64))
+        )
+
+    def moved(self, moving: list[Any], sizes: Float64Array, seed: int) -> list[Any]:
+        """The moving tensors, each jittered by its size (rms)."""
+        return list(self._moved(moving, tf.constant(sizes, tf.float64), to_tensor(_seed(seed), tf.int32)))
+
+    def distances(self, slopes: Any, other: Any, scale: float) -> Float64Array:
+        """Per tensor ‖other / scale − slopes‖."""
+        return np.asarray(self._distances(slopes, other, tf.constant(scale, tf.float64)))
+
+    def split(self, flat: Any) -> list[Any]:
+        """A flat vector as one tensor per moving tensor."""
+        parts = tf.split(flat, self.sizes) if self.sizes else []
+        return [tf.reshape(p, t.shape) for p, t in zip(parts, self.moving, strict=True)]
+
+    def _make_directions(self, slopes: Any, seed: Any, bounds: Any) -> tuple[Any, Any, Any]:
+        slopes = tf.where(tf.math.is_finite(slopes), slopes, tf.zeros_like(slopes))  # NaN · 0 would reach every tensor
+        random = tf.random.stateless_normal(tf.shape(slopes), seed, dtype=tf.float64)
+        places = tf.range(tf.size(slopes, tf.int64))
+        begin, start, stop, end = tf.unstack(bounds)
+        outside = (places >= begin) & (places < end) & ~((places >= start) & (places < stop))
+        random = tf.where(outside, tf.zeros_like(random), random)
+        norms = [tf.norm(part) for part in tf.split(slopes, self.sizes)]
+        along = [tf.reduce_sum(part) for part in tf.split(slopes * random, self.sizes)]
+        # A gradient that holds NaN has no direction; left in, it would poison moves in which its tensor stays put.
+        parts = [
+            tf.where(tf.math.is_finite(n), tf.math.divide_no_nan(p, n), tf.zeros_like(p))
+            for p, n in zip(tf.split(slopes, self.sizes), norms, strict=True)
+        ]
+        return random, tf.concat(parts, 0), tf.stack([tf.stack(along), tf.stack(norms)])
+
+    def _losses(
+        self, naive: bool, moving: Any, fixed: Any, held: Any, random: Any, aligned: Any, coefficients: Any
+    ) -> Any:
+        forward = self.forward(naive)
+
+        def one(rows: Any) -> Any:
+            move = tf.repeat(rows[0], self.sizes) * random + tf.repeat(rows[1], self.sizes) * aligned
+            moved = [value + tf.cast(m, value.dtype) for value, m in zip(moving, self.split(move), strict=True)]
+            return tf.cast(forward(*moved, *fixed, *held), tf.float64)
+
+        return tf.map_fn(one, coefficients, parallel_iterations=1, fn_output_signature=tf.float64)
+
+    def _move(self, moving: Any, sizes: Any, seed: Any) -> Any:
+        jitter = tf.repeat(sizes, self.sizes) * tf.random.stateless_normal([sum(self.sizes)], seed, dtype=tf.float64)
+        return [value + tf.cast(m, value.dtype) for value, m in zip(moving, self.split(jitter), strict=True)]
+
+    def _distance(self, slopes: Any, other: Any, scale: Any) -> Any:
+        return tf.stack([tf.norm(part) for part in tf.split(other / scale - slopes, self.sizes)])
+
+
+@dataclass(frozen=True)
+class Point:
+    """Loss and gradients of a traced scalar at one point, on the device.
+
+    Attributes:
+        slopes: all gradients as one flat float64 vector, zero where a gradient is None.
+        summaries: shape ``[T, 3]``: rms of the value; norm and non-finite count of the gradient.
+        frozen: base values of stop_gradients and random draws.
+    """
+
+    traced: Traced
+    moving: list[Any]
+    fixed: list[Any]
+    loss: float
+    slopes: Any
+    summaries: Float64Array
+    frozen: list[Any]
+
+    @property
+    def gradients(self) -> list[Any]:
+        """One gradient per moving tensor, float64; None where the loss does not reach it."""
+        parts = self.traced.split(self.slopes)
+        return [part if known else None for part, known in zip(parts, self.traced.connected, strict=True)]
+
+    def difference(self, other: Point, scale: float = 1.0) -> Float64Array:
+        """Per tensor ‖other/scale − self‖, float64; NaN where a gradient is None."""
+        distances = self.traced.distances(self.slopes, other.slopes, scale) if self.moving else np.zeros(0)
+        return np.where(self.traced.connected, distances, np.nan)
+
+    def line(self, seed: int, part: tuple[int, int, int] | None = None) -> Line:
+        """Directions through this point: per tensor one random (entries of size 1) and one along the gradient."""
+        return Line(self, seed, part)
+
+    def moved(self, sizes: Float64Array, seed: int) -> Point:
+        """The same scalar at a point where every tensor is jittered by ``sizes`` (rms per tensor)."""
+        return self.traced.point(self.traced.moved(self.moving, sizes, seed), self.fixed)
+
+
+class Line:
+    """A point with directions through it: the loss as a function of two coefficients per tensor."""
+
+    def __init__(self, point: Point, seed: int, part: tuple[int, int, int] | None) -> None:
+        self._point = point
+        random, aligned, slopes = point.traced.directions(point.slopes, seed, part)
+        self._directions = random, aligned
+        self.slopes: Float64Array = np.asarray(slopes)
+
+    def losses(self, coefficients: Float64Array, *, naive: bool = False) -> Float64Array:
+        """Losses at ``base + c[0] · random + c[1] · aligned``; ``coefficients`` has shape ``[K, 2, T]``.
+
+        With ``naive`` the values of ``stop_gradient`` move too.
+        """
+        return self._point.traced.losses(self._point, self._directions, coefficients, naive)
+
+
+def fetches(
+    loss: Any, moving: Sequence[Any], gradients: Sequence[Any], stops: Sequence[Any], draws: Sequence[Any]
+) -> list[Any]:
+    """What a point needs, in the graph: loss, flat gradient, summaries, and everything that is held along lines."""
+    known = [tf.zeros_like(t) if g is None else tf.convert_to_tensor(g) for t, g in zip(moving, gradients, strict=True)]
+    slopes = _flat(known)
+    sizes = [int(t.shape.num_elements()) for t in moving]
+    return [loss, slopes, _summaries(_flat(moving), slopes, sizes), *stops, *draws]
+
+
+def _bound(losses: Any, naive: bool) -> Any:
+    def along(moving: Any, fixed: Any, held: Any, random: Any, aligned: Any, coefficients: Any) -> Any:
+        return losses(naive, moving, fixed, held, random, aligned, coefficients)
+
+    return along
+
+
+def _flat(tensors: Sequence[Any]) -> Any:
+    parts = [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in tensors]
+    return tf.concat(parts, 0) if parts else tf.zeros([0], tf.float64)
+
+
+def _summaries(values: Any, slopes: Any, sizes: Sequence[int]) -> Any:
+    """Per tensor the rms of its value, the norm of its gradient, and how many entries of that are not finite."""
+    if not sizes:
+        return tf.zeros([0, 3], tf.float64)
+    bad = tf.cast(~tf.math.is_finite(slopes), tf.float64)
+    squares = [tf.reduce_sum(part) for part in tf.split(tf.square(values), sizes)]
+    roots = tf.sqrt(tf.stack(squares) / np.maximum(sizes, 1))
+    norms = tf.stack([tf.norm(part) for part in tf.split(slopes, sizes)])
+    return tf.stack([roots, norms, tf.stack([tf.reduce_sum(part) for part in tf.split(bad, sizes)])], axis=1)
+
+
+def _seed(seed: int) -> list[int]:
+    return [seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF]
