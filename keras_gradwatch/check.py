@@ -109,23 +109,15 @@ class _Judge:
     def judge(self, members: Members) -> None:
         bench, step = self.bench(self.problem, 0), self.settings.step
         usual, zeros = members & ~self.zero, members & self.zero
-        longer = 2.0**8 * step  # sees more below the noise; nothing of a zero gradient changes along the way
-        if usual.any() and not self.quickly(bench, usual, step / 10):
+        if usual.any():
             self.confirm(self.sift(bench, usual, (step,)), (step / 4,))
-        if zeros.any() and not self.quickly(bench, zeros, longer, full=True):
+        if zeros.any():
+            longer = 2.0**8 * step  # sees more below the noise; nothing of a zero gradient changes along the way
             several = (step, longer, 2.0**8 * longer)
             suspects = self.sift(bench, zeros, (longer,), full=True)
             if suspects.any():
                 self.confirm(self.sift(bench, suspects, several, full=True), several)
         self.strengthen(bench)
-
-    def quickly(self, bench: Bench, members: Members, step: float, *, full: bool = False) -> bool:
-        """One loss, if that is allowed; True when it agrees."""
-        result = bench.ahead(bench.moves(members, full=full), step) if self.settings.quick else None
-        if result is None or not result.agrees:
-            return False
-        self.accept(members, result)
-        return True
 
     def strengthen(self, bench: Bench) -> None:
         """Judge tensors that hardly move the loss together, with longer and longer steps, strongest first."""

@@ -135,15 +135,6 @@ class Program:
         wrapped = tf.compat.v1.wrap_function(traced, self._signature)
         return wrapped, made[-1]
 
-    @functools.cached_property
-    def _cast(self) -> Any:
-        """All casts in one compiled call: one by one they cost as much as a small model's backward pass."""
-
-        def cast(values: list[Any]) -> list[Any]:
-            return [to_tensor(v, d) for v, d in zip(values, self._dtypes, strict=True)]
-
-        return tf.function(cast, autograph=False)
-
     def _trace_inline(self, loss: Callable[[list[Any], list[Any]], Any]) -> None:
         """Trace again with nested ``tf.function`` inlined, so that what they hide can be seen and held."""
         eagerly = tf.config.functions_run_eagerly()
@@ -169,20 +160,20 @@ class Program:
         """Per moving tensor: does the loss *value* depend on it, gradient or not?"""
         return tuple(self._depends(self._loss, i) for i in range(self._count))
 
-    @functools.cached_property
+    @property
     def declares(self) -> bool:
         """True when a ``stop_gradient`` that may matter lies between a moving tensor and the loss."""
         return any(is_stop(stop.op) for stop in self._stops)
 
-    @functools.cached_property
+    @property
     def draws(self) -> bool:
         """True when random numbers are drawn past Keras' seeds: another trace draws others."""
         return bool(self._draws) or any(is_draw(o) for op in self._operations for o in inside(op))
 
     def feed(self, moving: Sequence[Any], fixed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Cast values to what the graph expects."""
-        values = self._cast([*moving, *fixed])
-        return list(values[: self._count]), list(values[self._count :])
+        values = [to_tensor(v, d) for v, d in zip((*moving, *fixed), self._dtypes, strict=True)]
+        return values[: self._count], values[self._count :]
 
     @functools.cached_property
     def leaks(self) -> list[str]:
