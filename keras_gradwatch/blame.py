@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,13 +23,16 @@ class Blame:
     """Looks for the culprit behind one check's verdicts, in the traced program of that check."""
 
     def __init__(
-        self, root: Any, subject: Subject, program: Any, values: tuple[list[Any], list[Any]], seed: int,
+        self, subject: Subject, program: Any, values: tuple[list[Any], list[Any]], seed: int,
         settings: CheckSettings, problem_of: Callable[[Any], Problem],
     ) -> None:  # fmt: skip
-        self._root, self._subject, self._program, self._values = root, subject, program, values
+        self._subject, self._program, self._values = subject, program, values
         self._seed, self._settings, self._problem_of = seed, settings, problem_of
-        self._paths = layer_paths(root)
         self.evaluations = 0
+
+    @functools.cached_property
+    def _paths(self) -> dict[int, str]:
+        return layer_paths(self._subject.root)
 
     def mismatch(self) -> list[Culprit]:
         """Layers (or the loss) whose own backward disagrees with their forward, nearest the loss first.

@@ -109,36 +109,50 @@ class _Judge:
     def judge(self, members: Members) -> None:
         bench, step = self.bench(self.problem, 0), self.settings.step
         usual, zeros = members & ~self.zero, members & self.zero
-        if usual.any():
+        longer = 2.0**8 * step  # sees more below the noise; nothing of a zero gradient changes along the way
+        if usual.any() and not self.quickly(bench, usual, step / 10):
             self.confirm(self.sift(bench, usual, (step,)), (step / 4,))
-        if zeros.any():
-            longer = 2.0**8 * step  # sees more below the noise; nothing of a zero gradient changes along the way
+        if zeros.any() and not self.quickly(bench, zeros, longer, full=True):
             several = (step, longer, 2.0**8 * longer)
             suspects = self.sift(bench, zeros, (longer,), full=True)
             if suspects.any():
                 self.confirm(self.sift(bench, suspects, several, full=True), several)
         self.strengthen(bench)
 
+    def quickly(self, bench: Bench, members: Members, step: float, *, full: bool = False) -> bool:
+        """One loss, if that is allowed; True when it agrees."""
+        result = bench.ahead(bench.moves(members, full=full), step) if self.settings.quick else None
+        if result is None or not result.agrees:
+            return False
+        self.accept(members, result)
+        return True
+
     def strengthen(self, bench: Bench) -> None:
-        """Judge tensors that hardly move the loss together, with longer and longer steps, strongest first."""
-        weak = self.having("weak")
+        """Judge tensors that hardly move the loss, with longer and longer steps: together, and then one by one.
+
+        What is not sharp together may be alone: terms of higher order that couple tensors do not disturb it then.
+        """
+        sharp = self.settings.resolution / 100
         for power in (2, 4):  # an agreement needs no second step to be believed
-            if weak.any():
-                longer = self.bench(self.problem, 0, slack=30.0)
-                step = self.settings.step * 16.0**power
-                result = longer.test([longer.moves(weak, full=True)], (step,))[0]
-                if not result.agrees:
-                    break
-                self.accept(weak, result)
-                weak = self.having("weak")
-        steps = tuple(self.settings.step * 16.0**k for k in range(6))
-        while weak.any():
-            self.confirm(self.sift(bench, weak, steps, full=True), steps)
-            still = self.having("weak")
-            if not (weak & ~still).any():
+            weak = self.having("weak")
+            if not weak.any():
+                return
+            longer = self.bench(self.problem, 0, slack=30.0)
+            result = longer.test([longer.moves(weak, full=True)], (self.settings.step * 16.0**power,))[0]
+            if not result.agrees:
                 break
-            weak = still
-        for j in np.flatnonzero(weak):
+            self.accept(weak, result, sharp)
+        steps = tuple(self.settings.step * 16.0**k for k in range(6))
+        weak = self.having("weak")
+        for group in [
+            weak,
+            *(single(self.count, int(j)) for j in np.flatnonzero(weak)[::-1][: self.settings.confirmations]),
+        ]:
+            still = group & self.having("weak")
+            if still.any():
+                wanted = sharp if still.sum() > 1 else self.settings.resolution
+                self.confirm(self.sift(bench, still, steps, full=True, resolution=wanted), steps)
+        for j in np.flatnonzero(self.having("weak")):
             self.set(int(j), "inconclusive", np.nan, float(self.outcome.bars[j]), self.why_weak())
 
     def why_weak(self) -> str:
@@ -151,7 +165,15 @@ class _Judge:
     def having(self, verdict: str) -> Members:
         return np.array([v == verdict for v in self.outcome.verdicts])
 
-    def sift(self, bench: Bench, members: Members, steps: Sequence[float], *, full: bool = False) -> Members:
+    def sift(
+        self,
+        bench: Bench,
+        members: Members,
+        steps: Sequence[float],
+        *,
+        full: bool = False,
+        resolution: float | None = None,
+    ) -> Members:
         """Pass what agrees, halve what does not; returns the tensors that disagree when moved alone.
 
         Only one half is evaluated: slopes are linear, so the other half's is what is left of the whole.
@@ -167,7 +189,7 @@ class _Judge:
             split = []
             for group, result in waiting:
                 if result.agrees:
-                    self.accept(group, result)
+                    self.accept(group, result, resolution)
                 elif group.sum() == 1:
                     wrong |= group
                     self.note(int(np.flatnonzero(group)[0]), result)
@@ -183,8 +205,9 @@ class _Judge:
                 waiting += [(first, part), (second, rest)]
         return wrong
 
-    def accept(self, group: Members, result: Gap) -> None:
-        """Write ``ok``, ``zero`` or ``weak`` for a group that agrees."""
+    def accept(self, group: Members, result: Gap, resolution: float | None = None) -> None:
+        """Write ``ok``, ``zero`` or ``weak`` for a group that agrees: ``ok`` needs a bar below half the resolution."""
+        resolution = resolution or self.settings.resolution
         total = max(result.total, _TINY)
         for j in np.flatnonzero(group):
             share = abs(float(result.shares[j]))
@@ -192,7 +215,7 @@ class _Judge:
                 # The tensor moved by its own size and the loss did not follow beyond the bar.
                 typical = max(float(np.median(self.problem.scales * self.problem.norms)), abs(self.problem.loss), _TINY)
                 self.set(int(j), "zero", abs(result.gap) / typical, result.bar / typical, "")
-            elif self.settings.resolution * share >= 2 * result.bar:
+            elif resolution * share >= 2 * result.bar:
                 # Negative control: one per cent planted in this tensor alone must be seen by this very comparison.
                 planted = replace(result, gap=abs(result.gap) + self.settings.resolution * share)
                 self.outcome.awake &= not planted.agrees

@@ -143,12 +143,17 @@ def feeds_behind(operations: Sequence[Any], feeds: Sequence[Any]) -> dict[str, i
     return bits
 
 
+def carries_floats(value: Any) -> bool:
+    """Can a gradient pass here? Variants hold lists of floats: the tensor arrays of loops."""
+    return bool(value.dtype.is_floating or value.dtype == tf.variant)
+
+
 def upstream(op: Any, *, floats_only: bool = False) -> set[str]:
     """Names of all operations a value depends on (through floats alone: what passes integers carries no gradient)."""
     seen, waiting = {op.name}, [op]
     while waiting:
         for value in waiting.pop().inputs:
-            if value.op.name not in seen and (value.dtype.is_floating or not floats_only):
+            if value.op.name not in seen and (carries_floats(value) or not floats_only):
                 seen.add(value.op.name)
                 waiting.append(value.op)
     return seen
@@ -199,5 +204,5 @@ def _falls(op: Any) -> bool:
 
 def leaves_floats(op: Any, depends: Callable[[Any], bool]) -> bool:
     """Does an operation turn a float that depends on something into integers or booleans?"""
-    enters = any(value.dtype.is_floating and depends(value) for value in op.inputs)
-    return enters and bool(op.outputs) and not any(output.dtype.is_floating for output in op.outputs)
+    enters = any(carries_floats(value) and depends(value) for value in op.inputs)
+    return enters and bool(op.outputs) and not any(carries_floats(output) for output in op.outputs)

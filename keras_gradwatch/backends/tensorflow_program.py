@@ -19,6 +19,7 @@ import tensorflow as tf
 from keras_gradwatch.backends.tensorflow_graph import (
     LayerCall,
     called_flat,
+    carries_floats,
     falls,
     feeds_behind,
     inside,
@@ -135,6 +136,15 @@ class Program:
         wrapped = tf.compat.v1.wrap_function(traced, self._signature)
         return wrapped, made[-1]
 
+    @functools.cached_property
+    def _cast(self) -> Any:
+        """All casts in one compiled call: one by one they cost as much as a small model's backward pass."""
+
+        def cast(values: list[Any]) -> list[Any]:
+            return [to_tensor(v, d) for v, d in zip(values, self._dtypes, strict=True)]
+
+        return tf.function(cast, autograph=False)
+
     def _trace_inline(self, loss: Callable[[list[Any], list[Any]], Any]) -> None:
         """Trace again with nested ``tf.function`` inlined, so that what they hide can be seen and held."""
         eagerly = tf.config.functions_run_eagerly()
@@ -160,20 +170,20 @@ class Program:
         """Per moving tensor: does the loss *value* depend on it, gradient or not?"""
         return tuple(self._depends(self._loss, i) for i in range(self._count))
 
-    @property
+    @functools.cached_property
     def declares(self) -> bool:
         """True when a ``stop_gradient`` that may matter lies between a moving tensor and the loss."""
         return any(is_stop(stop.op) for stop in self._stops)
 
-    @property
+    @functools.cached_property
     def draws(self) -> bool:
         """True when random numbers are drawn past Keras' seeds: another trace draws others."""
         return bool(self._draws) or any(is_draw(o) for op in self._operations for o in inside(op))
 
     def feed(self, moving: Sequence[Any], fixed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Cast values to what the graph expects."""
-        values = [to_tensor(v, d) for v, d in zip((*moving, *fixed), self._dtypes, strict=True)]
-        return values[: self._count], values[self._count :]
+        values = self._cast([*moving, *fixed])
+        return list(values[: self._count]), list(values[self._count :])
 
     @functools.cached_property
     def leaks(self) -> list[str]:
@@ -206,7 +216,7 @@ class Program:
         passed = {self._moving[index].op.name}
         cuts = []
         for op in self._operations:
-            if not any(value.dtype.is_floating and value.op.name in passed for value in op.inputs):
+            if not any(carries_floats(value) and value.op.name in passed for value in op.inputs):
                 continue
             if op.type in _CUTTING_OPS or leaves_floats(op, lambda value: value.op.name in passed):
                 cuts.append(op)
