@@ -110,7 +110,7 @@ class _Judge:
         bench, step = self.bench(self.problem, 0), self.settings.step
         usual, zeros = members & ~self.zero, members & self.zero
         longer = 2.0**8 * step  # sees more below the noise; nothing of a zero gradient changes along the way
-        if usual.any() and not self.quickly(bench, usual, step / 10):
+        if usual.any() and not (self.quickly(bench, usual, step / 10) or self.together_right(bench, usual)):
             self.confirm(self.sift(bench, usual, (step,)), (step / 4,))
         if zeros.any() and not self.quickly(bench, zeros, longer, full=True):
             several = (step, longer, 2.0**8 * longer)
@@ -127,12 +127,20 @@ class _Judge:
         self.accept(members, result)
         return True
 
+    def together_right(self, bench: Bench, members: Members) -> bool:
+        """Two losses; if they disagree, two more: a fault disagrees again, a kink crossed by chance does not."""
+        for again, step in ((bench, self.settings.step), (self.bench(self.problem, 5), self.settings.step / 8)):
+            result = again.test([again.moves(members)], (step,))[0]
+            if result.agrees:
+                self.accept(members, result)
+                return True
+        return False
+
     def strengthen(self, bench: Bench) -> None:
         """Judge tensors that hardly move the loss, with longer and longer steps: together, and then one by one.
 
-        What is not sharp together may be alone: terms of higher order that couple tensors do not disturb it then.
+        What agrees only roughly together may agree sharply alone: terms of higher order that couple tensors are absent.
         """
-        sharp = self.settings.resolution / 100
         for power in (2, 4):  # an agreement needs no second step to be believed
             weak = self.having("weak")
             if not weak.any():
@@ -141,7 +149,7 @@ class _Judge:
             result = longer.test([longer.moves(weak, full=True)], (self.settings.step * 16.0**power,))[0]
             if not result.agrees:
                 break
-            self.accept(weak, result, sharp)
+            self.accept(weak, result, sharp=True)
         steps = tuple(self.settings.step * 16.0**k for k in range(6))
         weak = self.having("weak")
         for group in [
@@ -150,8 +158,8 @@ class _Judge:
         ]:
             still = group & self.having("weak")
             if still.any():
-                wanted = sharp if still.sum() > 1 else self.settings.resolution
-                self.confirm(self.sift(bench, still, steps, full=True, resolution=wanted), steps)
+                sharp = still.sum() > 1
+                self.confirm(self.sift(bench, still, steps, full=True, sharp=sharp), steps)
         for j in np.flatnonzero(self.having("weak")):
             self.set(int(j), "inconclusive", np.nan, float(self.outcome.bars[j]), self.why_weak())
 
@@ -172,7 +180,7 @@ class _Judge:
         steps: Sequence[float],
         *,
         full: bool = False,
-        resolution: float | None = None,
+        sharp: bool = False,
     ) -> Members:
         """Pass what agrees, halve what does not; returns the tensors that disagree when moved alone.
 
@@ -189,7 +197,7 @@ class _Judge:
             split = []
             for group, result in waiting:
                 if result.agrees:
-                    self.accept(group, result, resolution)
+                    self.accept(group, result, sharp=sharp)
                 elif group.sum() == 1:
                     wrong |= group
                     self.note(int(np.flatnonzero(group)[0]), result)
@@ -205,17 +213,17 @@ class _Judge:
                 waiting += [(first, part), (second, rest)]
         return wrong
 
-    def accept(self, group: Members, result: Gap, resolution: float | None = None) -> None:
-        """Write ``ok``, ``zero`` or ``weak`` for a group that agrees: ``ok`` needs a bar below half the resolution."""
-        resolution = resolution or self.settings.resolution
+    def accept(self, group: Members, result: Gap, *, sharp: bool = False) -> None:
+        """Write ``ok``, ``zero`` or ``weak`` for a group that agrees; ``sharp`` asks for a small error."""
         total = max(result.total, _TINY)
+        rough = sharp and abs(result.gap) > self.settings.sharp * total
         for j in np.flatnonzero(group):
             share = abs(float(result.shares[j]))
             if self.zero[j]:
                 # The tensor moved by its own size and the loss did not follow beyond the bar.
                 typical = max(float(np.median(self.problem.scales * self.problem.norms)), abs(self.problem.loss), _TINY)
                 self.set(int(j), "zero", abs(result.gap) / typical, result.bar / typical, "")
-            elif resolution * share >= 2 * result.bar:
+            elif self.settings.resolution * share >= 2 * result.bar and not rough:
                 # Negative control: one per cent planted in this tensor alone must be seen by this very comparison.
                 planted = replace(result, gap=abs(result.gap) + self.settings.resolution * share)
                 self.outcome.awake &= not planted.agrees

@@ -41,6 +41,7 @@ class CheckSettings:
         quick: believe a one-sided difference when it agrees (one loss instead of two, error 1e-8…1e-7 instead of
             1e-10…1e-9); what disagrees is judged by central differences all the same.
         resolution: relative error that a certified tensor must be able to show (1 %, our choice: design section 6).
+        sharp: relative error up to which long steps for several weak tensors at once are good enough.
         zero: a gradient whose effect over the tensor's whole size is below this share of the largest one is zero;
             mathematically zero gradients (bias before BatchNorm, key bias of attention) come out at 1e-16…1e-17.
         kink: a jump between left and right slope is a kink when above this share of the gap (a tie or a hinge gives
@@ -58,6 +59,7 @@ class CheckSettings:
     floor: float = 2e-7
     quick: bool = False
     resolution: float = 1e-2
+    sharp: float = 1e-6
     zero: float = 1e-12
     kink: float = 2e-2
     jitter: tuple[float, ...] = (1e-4, 1e-3)

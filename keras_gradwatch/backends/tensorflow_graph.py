@@ -110,6 +110,15 @@ def pruned(wrapped: Any, feeds: Sequence[Any], fetches: Any) -> Any:
     return called_flat(wrapped.prune(feeds, fetches))
 
 
+def compiled(function: Any, values: Sequence[Any], *more: Any) -> Any:
+    """A function of tensors like these (and of specs given as such), compiled once, called with a flat list.
+
+    ``tf.function`` would do, but it warns of retracing when many models are checked, each with functions of its own.
+    """
+    signature = [*(tf.TensorSpec(v.shape, v.dtype) for v in values), *more]
+    return called_flat(tf.compat.v1.wrap_function(function, signature))
+
+
 def called_flat(function: Any) -> Any:
     """The same function, called with a flat list of tensors only.
 

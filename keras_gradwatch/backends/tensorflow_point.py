@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_gradwatch.backends.tensorflow_graph import pruned, to_tensor
+from keras_gradwatch.backends.tensorflow_graph import compiled, pruned, to_tensor
 from keras_gradwatch.records import Float64Array
 
 
@@ -44,10 +44,7 @@ class Traced:
             self._full = pruned(wrapped, [*self.moving, *self.fixed], wanted)
         self._forwards: dict[bool, Any] = {}
         # Compiled on first use, once: only the number of points along lines varies.
-        self._directions = tf.function(self._make_directions, autograph=False)
-        self._moved = tf.function(self._move, autograph=False)
-        self._distances = tf.function(self._distance, autograph=False)
-        self._along: dict[bool, Any] = {}
+        self._compiled: dict[tuple[str, bool], Any] = {}
 
     def point(self, moving: Sequence[Any], fixed: Sequence[Any]) -> Point:
         """Loss and gradients at a point, kept on the device."""
@@ -64,70 +61,80 @@ class Traced:
     def directions(self, slopes: Any, seed: int, part: tuple[int, int, int] | None) -> tuple[Any, Any, Any]:
         """Random and aligned direction as flat vectors, and the slopes ``[2, T]`` along them."""
         offsets = np.cumsum([0, *self.sizes])
-        j, start, stop = part or (0, 0, self.sizes[0] if self.sizes else 0)
-        bounds = [offsets[j], offsets[j] + start, offsets[j] + stop, offsets[j + 1] if self.sizes else 0]
-        return tuple(self._directions(slopes, to_tensor(_seed(seed), tf.int32), tf.constant(bounds, tf.int64)))
+        j, start, stop = part or (0, 0, 0)
+        bounds = [offsets[j], offsets[j] + start, offsets[j] + stop, offsets[j + 1]] if part else []
+        seeds = to_tensor(_seed(seed), tf.int32)
+        return tuple(
+            self._run(("directions", bool(part)), self._directions, [slopes, seeds, tf.constant(bounds, tf.int64)])
+        )
 
     def losses(self, point: Point, directions: tuple[Any, Any], coefficients: Any, naive: bool) -> Float64Array:
         """Losses at several moved points, in one call."""
-        stops = len(self.stops)
-        held = point.frozen[stops if naive else 0 :]
-        if naive not in self._along:
-            vector = tf.TensorSpec([sum(self.sizes)], tf.float64)
-            points = tf.TensorSpec([None, 2, len(self.sizes)], tf.float64)
-            specs = [[tf.TensorSpec(t.shape, t.dtype) for t in group] for group in (point.moving, point.fixed, held)]
-            signature = [*specs, vector, vector, points]
-            self._along[naive] = tf.function(_bound(self._losses, naive), input_signature=signature, autograph=False)
-        return np.asarray(
-            self._along[naive](point.moving, point.fixed, held, *directions, tf.constant(coefficients, tf.float64))
-        )
+        held = point.frozen[len(self.stops) if naive else 0 :]
+        values = [*point.moving, *point.fixed, *held, *directions]
+        if ("along", naive) not in self._compiled:
+            points = tf.TensorSpec([None, 2, len(self.sizes)], tf.float64)  # any number of them
+            self._compiled["along", naive] = compiled(self._along(naive), values, points)
+        return np.asarray(self._compiled["along", naive](*values, tf.constant(coefficients, tf.float64)))
 
     def moved(self, moving: list[Any], sizes: Float64Array, seed: int) -> list[Any]:
         """The moving tensors, each jittered by its size (rms)."""
-        return list(self._moved(moving, tf.constant(sizes, tf.float64), to_tensor(_seed(seed), tf.int32)))
+        values = [*moving, tf.constant(sizes, tf.float64), to_tensor(_seed(seed), tf.int32)]
+        return list(self._run(("moved", False), self._moved, values))
 
     def distances(self, slopes: Any, other: Any, scale: float) -> Float64Array:
         """Per tensor ‖other / scale − slopes‖."""
-        return np.asarray(self._distances(slopes, other, tf.constant(scale, tf.float64)))
+        values = [slopes, other, tf.constant(scale, tf.float64)]
+        return np.asarray(self._run(("distances", False), self._distances, values))
 
     def split(self, flat: Any) -> list[Any]:
         """A flat vector as one tensor per moving tensor."""
         parts = tf.split(flat, self.sizes) if self.sizes else []
         return [tf.reshape(p, t.shape) for p, t in zip(parts, self.moving, strict=True)]
 
-    def _make_directions(self, slopes: Any, seed: Any, bounds: Any) -> tuple[Any, Any, Any]:
+    def _run(self, key: tuple[str, bool], function: Any, values: list[Any]) -> Any:
+        if key not in self._compiled:
+            self._compiled[key] = compiled(function, values)
+        return self._compiled[key](*values)
+
+    def _directions(self, slopes: Any, seed: Any, bounds: Any) -> tuple[Any, Any, Any]:
         slopes = tf.where(tf.math.is_finite(slopes), slopes, tf.zeros_like(slopes))  # NaN · 0 would reach every tensor
-        random = tf.random.stateless_normal(tf.shape(slopes), seed, dtype=tf.float64)
-        places = tf.range(tf.size(slopes, tf.int64))
-        begin, start, stop, end = tf.unstack(bounds)
-        outside = (places >= begin) & (places < end) & ~((places >= start) & (places < stop))
-        random = tf.where(outside, tf.zeros_like(random), random)
-        norms = [tf.norm(part) for part in tf.split(slopes, self.sizes)]
+        # Sizes between 0.5 and 1.5 with random signs: unlike normal numbers none is near zero, so every entry is seen.
+        random = tf.random.stateless_uniform(tf.shape(slopes), seed, -1.0, 1.0, dtype=tf.float64)
+        random += 0.5 * tf.sign(random)
+        if bounds.shape[0]:
+            places = tf.range(tf.size(slopes, tf.int64))
+            begin, start, stop, end = tf.unstack(bounds)
+            outside = (places >= begin) & (places < end) & ~((places >= start) & (places < stop))
+            random = tf.where(outside, tf.zeros_like(random), random)
+        gradients = tf.split(slopes, self.sizes)
+        norms = [tf.norm(gradient) for gradient in gradients]
         along = [tf.reduce_sum(part) for part in tf.split(slopes * random, self.sizes)]
-        # A gradient that holds NaN has no direction; left in, it would poison moves in which its tensor stays put.
-        parts = [
-            tf.where(tf.math.is_finite(n), tf.math.divide_no_nan(p, n), tf.zeros_like(p))
-            for p, n in zip(tf.split(slopes, self.sizes), norms, strict=True)
-        ]
-        return random, tf.concat(parts, 0), tf.stack([tf.stack(along), tf.stack(norms)])
+        aligned = [tf.math.divide_no_nan(g, n) for g, n in zip(gradients, norms, strict=True)]
+        return random, tf.concat(aligned, 0), tf.stack([tf.stack(along), tf.stack(norms)])
 
-    def _losses(
-        self, naive: bool, moving: Any, fixed: Any, held: Any, random: Any, aligned: Any, coefficients: Any
-    ) -> Any:
-        forward = self.forward(naive)
+    def _along(self, naive: bool) -> Any:
+        forward, count = self.forward(naive), len(self.moving)
 
-        def one(rows: Any) -> Any:
-            move = tf.repeat(rows[0], self.sizes) * random + tf.repeat(rows[1], self.sizes) * aligned
-            moved = [value + tf.cast(m, value.dtype) for value, m in zip(moving, self.split(move), strict=True)]
-            return tf.cast(forward(*moved, *fixed, *held), tf.float64)
+        def along(*values: Any) -> Any:
+            moving, others = values[:count], values[count:-3]
+            random, aligned, coefficients = values[-3:]
 
-        return tf.map_fn(one, coefficients, parallel_iterations=1, fn_output_signature=tf.float64)
+            def one(rows: Any) -> Any:
+                move = tf.repeat(rows[0], self.sizes) * random + tf.repeat(rows[1], self.sizes) * aligned
+                moved = [value + tf.cast(m, value.dtype) for value, m in zip(moving, self.split(move), strict=True)]
+                return tf.cast(forward(*moved, *others), tf.float64)
 
-    def _move(self, moving: Any, sizes: Any, seed: Any) -> Any:
+            return tf.map_fn(one, coefficients, parallel_iterations=1, fn_output_signature=tf.float64)
+
+        return along
+
+    def _moved(self, *values: Any) -> Any:
+        *moving, sizes, seed = values
         jitter = tf.repeat(sizes, self.sizes) * tf.random.stateless_normal([sum(self.sizes)], seed, dtype=tf.float64)
         return [value + tf.cast(m, value.dtype) for value, m in zip(moving, self.split(jitter), strict=True)]
 
-    def _distance(self, slopes: Any, other: Any, scale: Any) -> Any:
+    def _distances(self, slopes: Any, other: Any, scale: Any) -> Any:
         return tf.stack([tf.norm(part) for part in tf.split(other / scale - slopes, self.sizes)])
 
 
@@ -194,13 +201,6 @@ def fetches(
     slopes = _flat(known)
     sizes = [int(t.shape.num_elements()) for t in moving]
     return [loss, slopes, _summaries(_flat(moving), slopes, sizes), *stops, *draws]
-
-
-def _bound(losses: Any, naive: bool) -> Any:
-    def along(moving: Any, fixed: Any, held: Any, random: Any, aligned: Any, coefficients: Any) -> Any:
-        return losses(naive, moving, fixed, held, random, aligned, coefficients)
-
-    return along
 
 
 def _flat(tensors: Sequence[Any]) -> Any:

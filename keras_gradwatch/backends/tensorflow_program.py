@@ -20,6 +20,7 @@ from keras_gradwatch.backends.tensorflow_graph import (
     LayerCall,
     called_flat,
     carries_floats,
+    compiled,
     falls,
     feeds_behind,
     inside,
@@ -101,6 +102,7 @@ class Program:
         self._count = len(moving)
         self._dtypes = [_float_dtype(value, dtype) for value in values]
         self._signature = [tf.TensorSpec(np.shape(v), d) for v, d in zip(values, self._dtypes, strict=True)]
+        self._casts: dict[tuple[Any, ...], Any] = {}
         self._wrapped, self._seen = self._trace(loss)
         if any(op.type in _CALLS and any(is_stop(o) or is_draw(o) for o in inside(op)) for op in self._all()):
             self._trace_inline(loss)
@@ -136,14 +138,8 @@ class Program:
         wrapped = tf.compat.v1.wrap_function(traced, self._signature)
         return wrapped, made[-1]
 
-    @functools.cached_property
-    def _cast(self) -> Any:
-        """All casts in one compiled call: one by one they cost as much as a small model's backward pass."""
-
-        def cast(values: list[Any]) -> list[Any]:
-            return [to_tensor(v, d) for v, d in zip(values, self._dtypes, strict=True)]
-
-        return tf.function(cast, autograph=False)
+    def _cast(self, *values: Any) -> list[Any]:
+        return [to_tensor(v, d) for v, d in zip(values, self._dtypes, strict=True)]
 
     def _trace_inline(self, loss: Callable[[list[Any], list[Any]], Any]) -> None:
         """Trace again with nested ``tf.function`` inlined, so that what they hide can be seen and held."""
@@ -182,8 +178,12 @@ class Program:
 
     def feed(self, moving: Sequence[Any], fixed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Cast values to what the graph expects."""
-        values = self._cast([*moving, *fixed])
-        return list(values[: self._count]), list(values[self._count :])
+        values = [tf.convert_to_tensor(value) for value in (*moving, *fixed)]
+        dtypes = tuple(value.dtype for value in values)
+        if dtypes not in self._casts:
+            self._casts[dtypes] = compiled(self._cast, values)  # one by one, casts cost as much as a small model
+        values = list(self._casts[dtypes](*values)) if values else []
+        return values[: self._count], values[self._count :]
 
     @functools.cached_property
     def leaks(self) -> list[str]:
