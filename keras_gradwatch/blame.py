@@ -227,7 +227,9 @@ class _NaiveLine:
 
 def _bad_rows(value: Any) -> str:
     """Which samples of an array hold NaN or Inf, in words; empty when none does."""
-    array = np.asarray(value)
+    import keras
+
+    array = keras.ops.convert_to_numpy(value)
     if array.dtype.kind != "f" or np.isfinite(array).all():
         return ""
     bad = ~np.isfinite(array)

@@ -224,7 +224,7 @@ class _Dispatcher:
 
     def _run_one(self, iterator: Any, plan: _Plan) -> tuple[Any, CapturedStep | None]:
         in_graph = plan.track and not plan.batch and self.model.steps_per_execution == 1
-        source = iterator if in_graph else [next(iterator)]
+        source = iterator if in_graph else [next(iter(iterator))]  # torch gives a list of one batch
         if plan.batch:
             seen = self._backend.as_seen(source[0])
             for capture, request in plan.requests:
@@ -233,7 +233,7 @@ class _Dispatcher:
         if not plan.track:
             return self._original(source), None
         if self._tracked is None:
-            self._tracked = self._backend.TrackedStep(self.model)
+            self._tracked = self._backend.TrackedStep(self.model, self._original)
         result: tuple[Any, CapturedStep] = self._tracked.run(source)
         return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -257,9 +258,12 @@ class Checker:
             moving, fixed = subject.values(batch)
             training = backend.Program(_scaled(subject.loss), moving, [*fixed, np.ones((), np.float32)], None)
             shadow, failure = None, ""
+
+            def in_float64() -> AbstractContextManager[None]:
+                return float64_shadow(subject.layers, subject.losses, [*subject.variables, *subject.state])
+
             try:
-                with float64_shadow(subject.layers, subject.losses, [*subject.variables, *subject.state]):
-                    shadow = backend.Program(subject.loss, moving, fixed, "float64")
+                shadow = backend.Program(subject.loss, moving, fixed, "float64", in_float64)
             except Exception as error:  # noqa: BLE001  user code that cannot run in float64 is a verdict, not a crash
                 where = backend.location_of(error)
                 failure = f"the model cannot run in float64: {gist(error)}" + (f" (at {where})" if where else "")

@@ -100,6 +100,8 @@ def batch_of(data: Any) -> Batch:
     first = next(iter(data), None)
     if first is None:
         raise ValueError(_NO_BATCH.format(type(data).__name__))
+    if isinstance(first, list) and type(data).__name__ == "DataLoader":
+        first = tuple(first)  # a DataLoader collates tuples into lists
     return _checked(_unpacked(first))
 
 
@@ -237,11 +239,12 @@ def layer_subject(layer: Any, batch: Batch, *, training: bool = True, seed: int 
         outputs = layer(*x, **settings) if isinstance(x, tuple) else layer(x, **settings)
         total = 0.0
         for k, output in enumerate(keras.tree.flatten(outputs)):
-            if "float" not in keras.backend.standardize_dtype(output.dtype):
+            dtype = keras.backend.standardize_dtype(output.dtype)
+            if "float" not in dtype:
                 continue
             generator = np.random.default_rng([seed, k])
             cotangent = generator.standard_normal([int(d) for d in output.shape])
-            total = total + keras.ops.sum(output * keras.ops.convert_to_tensor(cotangent.astype(output.dtype.name)))
+            total = total + keras.ops.sum(output * keras.ops.convert_to_tensor(cotangent, dtype=dtype))
         return total
 
     return Subject(layer, batch, scalar)

@@ -1,8 +1,9 @@
 """The float64 shadow: while it is open, a model's own code traces in float64. Nothing is copied, all is put back.
 
-Keras decides dtypes in six places (measured on Keras 3.15, see ``docs/architecture.md``): layer policies, the dtypes
-of functional inputs, variables, loss objects, ``floatx``, and the random functions. All are switched here, under one
-lock, for as short as tracing takes. A second thread that builds Keras models meanwhile would see float64.
+Keras decides dtypes in seven places (measured on Keras 3.15, see ``docs/architecture.md``): layer policies, the dtypes
+of functional inputs, variables, loss objects, ``floatx``, type promotion, and the random functions. All are switched
+here, under one lock, for as short as tracing takes; where nothing is traced, around every run. A second thread that
+builds Keras models meanwhile would see float64.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def float64_shadow(layers: list[Any], losses: list[Any], variables: list[Any]) -
         TypeError: a layer holds quantised weights, which have no float64 form.
     """
     import keras
+    from keras.src.backend.common.dtypes import BIT64_TO_BIT32_DTYPE  # what type promotion does to float64
 
     for layer in layers:
         if getattr(layer, "quantization_mode", None) is not None:
@@ -50,6 +52,8 @@ def float64_shadow(layers: list[Any], losses: list[Any], variables: list[Any]) -
                 _replace(stack, variable, "_dtype", "float64")
         stack.callback(keras.config.set_floatx, keras.config.floatx())
         keras.config.set_floatx("float64")
+        stack.callback(BIT64_TO_BIT32_DTYPE.__setitem__, "float64", BIT64_TO_BIT32_DTYPE["float64"])
+        BIT64_TO_BIT32_DTYPE["float64"] = "float64"
         _draw_in_float32(stack)
         yield
 
@@ -132,7 +136,8 @@ def _draw_in_float32(stack: ExitStack) -> None:
     def float64_dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
         import keras
 
-        kept = dropout(keras.ops.ones(keras.ops.shape(inputs), dtype="float32"), rate, noise_shape, seed)
+        # ones_like, since torch draws in the order in which the input lies in memory.
+        kept = dropout(keras.ops.ones_like(inputs, dtype="float32"), rate, noise_shape, seed)
         scale = 1.0 / (1.0 - rate) if rate < 1.0 else 0.0
         return keras.ops.where(keras.ops.not_equal(kept, 0.0), inputs * scale, keras.ops.zeros_like(inputs))
 

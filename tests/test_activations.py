@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from per_backend import array
 
 from keras_gradwatch import GradWatch
 from keras_gradwatch.activations import SAMPLES, ActivationReader, Looks, SamplePool
@@ -100,7 +101,7 @@ def test_shares_at_the_limits_are_those_of_the_outputs(kind: str) -> None:
     wide = keras.initializers.RandomNormal(stddev=4.0)
     model = stack((4,), layers.Dense(8, kind, kernel_initializer=wide, name="d"), layers.Dense(1))
     x = numbers(64, 4)
-    outputs = np.asarray(model.get_layer("d")(x))
+    outputs = array(model.get_layer("d")(x))
     low, high = (0.0, 1.0) if "sigmoid" in kind else (-1.0, 1.0)
     margin = 0.01 * (high - low)
     (found,) = look(model, x).activations

@@ -6,8 +6,8 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import layers, ops
+from per_backend import array, dtype_name, only, planted
 from sklearn.datasets import load_digits
 
 from keras_gradwatch import GradientCheckError, check_gradients, check_layer
@@ -133,7 +133,7 @@ ZERO = {"convolutional": "/bias", "attention": "key/bias", "siamese": "/bias"}
 
 
 def state_of(model: keras.Model) -> list[np.ndarray]:
-    return [np.array(v.value) for v in model.variables]
+    return [array(v) for v in model.variables]
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -176,22 +176,6 @@ def test_sample_weights_are_part_of_the_loss() -> None:
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------
-
-
-def planted(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation with a hand-written gradient: ``backward(upstream, *inputs)``."""
-
-    @ops.custom_gradient
-    def operation(*inputs: Any) -> Any:
-        inputs = tuple(ops.convert_to_tensor(x) for x in inputs)
-
-        def gradient(*args: Any, upstream: Any = None) -> Any:
-            found = backward(args[0] if upstream is None else upstream, *inputs)
-            return found if len(inputs) > 1 else found[0]
-
-        return forward(*inputs), gradient
-
-    return operation
 
 
 class Square(layers.Layer):
@@ -243,7 +227,7 @@ def one_entry(gradient: Any) -> Any:
 
 def one_per_cent_of_one(gradient: Any) -> Any:
     factors = np.ones(gradient.shape)
-    factors[1] = 1.01
+    factors[0] = 1.01
     return gradient * ops.cast(factors, gradient.dtype)
 
 
@@ -361,15 +345,16 @@ def test_a_float32_cast_is_found_and_named() -> None:
     frame = check_gradients(model, normal(8, 4), normal(8, 1)).frame
     before = frame[(frame.layer == "before") | (frame.role == "input")]
     assert set(before.check) == {"inconclusive"}
-    assert before.reason.str.contains("Cast").all()
+    assert before.reason.str.contains("cast", case=False).all()
     assert before.reason.str.contains("leak").all()
     assert set(frame[frame.layer == "after"].check) == {"ok"}
 
 
+@only("tensorflow", "torch", reason="JAX multiplies matrices of any dtypes")
 def test_a_model_that_cannot_run_in_float64_says_why() -> None:
     """A float32 constant that float64 cannot meet gives a reason and no verdict."""
-    constant = tf.constant(normal(4))
-    model = stack((4,), layers.Dense(4), layers.Lambda(lambda z: z + constant), layers.Dense(1))
+    constant = ops.convert_to_tensor(normal(4, 4))
+    model = stack((4,), layers.Dense(4), layers.Lambda(lambda z: z @ constant), layers.Dense(1))
     report = check_gradients(model, normal(8, 4), normal(8, 1))
     assert report.verdict == "inconclusive"
     assert not report.ok
@@ -393,7 +378,7 @@ def test_nan_data_are_told_from_nan_of_a_layer() -> None:
 
 def test_a_backward_pass_that_makes_nan_is_named() -> None:
     """sqrt at exactly zero has a finite value and an infinite slope: the layer is named, what follows it is ok."""
-    root = layers.Lambda(lambda z: ops.sqrt(ops.relu(z)), name="root")
+    root = layers.Lambda(lambda z: ops.sqrt(z * ops.cast(z > 0, z.dtype)), name="root")
     model = stack((5,), layers.Dense(6, name="before"), root, layers.Dense(1, name="after"))
     report = check_gradients(model, normal(8, 5), normal(8, 1))
     assert report.result.culprits[0].layer == "root"
@@ -408,8 +393,11 @@ def test_float16_underflow_is_imprecise() -> None:
     assert report.frame.reason.str.contains("underflow").any()
 
 
+@only("tensorflow", reason="the others have the right gradient")
 def test_a_library_gradient_wrong_at_one_point_is_caught() -> None:
     """cumprod's gradient at a factor of exactly zero is wrong in TensorFlow 2.21: closed form 2·(1 + 3 + 12) = 32."""
+
+    import tensorflow as tf
 
     class Gates(layers.Layer):
         def build(self, shape: Any) -> None:
@@ -439,7 +427,7 @@ def test_nothing_moves_when_the_model_raises() -> None:
     armed: list[bool] = []
 
     def broken(z: Any) -> Any:
-        if armed and z.dtype == "float64":
+        if armed and dtype_name(z) == "float64":
             raise ZeroDivisionError("in the middle")
         return z
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+_SUPPORTED = ("tensorflow", "torch")
+
 
 def program_backend() -> ModuleType:
     """The module that traces losses and gradients of models for the running Keras backend.
@@ -46,9 +48,9 @@ def _module(part: str) -> ModuleType:
     import keras
 
     name = keras.backend.backend()
-    if name != "tensorflow":
+    if name not in _SUPPORTED:
         raise NotImplementedError(
-            f"Keras runs on the {name!r} backend. Expected 'tensorflow', the only one supported yet. "
-            "Set KERAS_BACKEND=tensorflow before importing keras."
+            f"Keras runs on the {name!r} backend. Expected one of {', '.join(_SUPPORTED)}. "
+            f"Set KERAS_BACKEND={_SUPPORTED[0]} before importing keras."
         )
     return importlib.import_module(f"keras_gradwatch.backends.{name}_{part}")

@@ -7,72 +7,28 @@ own, or somewhere inside a custom layer. Each is reduced to one number per unit 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from keras_gradwatch.backends.sites import (
+    MARGIN,
+    RANGES,
+    Readings,
+    Recurrence,
+    Site,
+    declared_kind,
+    is_recurrent,
+    recurrent_inside,
+    sequence_calls,
+    site_groups,
+    unit_axis,
+)
 from keras_gradwatch.backends.tensorflow_graph import LayerCall, feeds_behind, pruned, recording, to_tensor
-from keras_gradwatch.records import Float64Array
-
-#: Range of each kind of activation; a relu has one limit, zero.
-RANGES = {
-    "relu": (0.0, np.inf),
-    "sigmoid": (0.0, 1.0),
-    "tanh": (-1.0, 1.0),
-    "softsign": (-1.0, 1.0),
-    "hard_sigmoid": (0.0, 1.0),
-    "hard_tanh": (-1.0, 1.0),
-}
-#: Share of the range that counts as its limit.
-MARGIN = 0.01
 
 _KINDS = {"Relu": "relu", "Relu6": "relu", "Sigmoid": "sigmoid", "Tanh": "tanh", "Softsign": "softsign"}
 _SHAPE_OPS = frozenset({"Identity", "Reshape", "Cast", "Squeeze", "ExpandDims", "Transpose"})
-
-
-@dataclass(frozen=True)
-class Site:
-    """One activation function in the graph; a layer called twice has one site with two tensors.
-
-    Attributes:
-        operation: the innermost layer in which it is called.
-        kind: key of :data:`RANGES`.
-        tensors: its outputs.
-        axis: axis of the units.
-        output: the model's output passes no further layer.
-        upstream: indices of the moving tensors on which it depends.
-    """
-
-    operation: Any
-    kind: str
-    tensors: tuple[Any, ...]
-    axis: int
-    output: bool
-    upstream: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """What enters a recurrent layer."""
-
-    operation: Any
-    tensor: Any
-    masked: bool
-
-
-@dataclass(frozen=True)
-class Readings:
-    """What one pass gave, in the order of ``Forward.sites``, ``sequences`` and the inputs."""
-
-    limits: list[Float64Array]
-    entries: list[float]
-    ceilings: list[Float64Array]
-    times: list[Float64Array]
-    inputs: list[Float64Array]
-    loss: float
-    shuffled_loss: float
 
 
 class Forward:
@@ -166,18 +122,10 @@ def _sites(
     """Every activation function called inside a layer, in network order."""
     owners = _owners(calls, len(operations))
     outputs = _output_names(calls)
-    grouped: dict[tuple[int, int, str], list[tuple[Any, Any, str]]] = {}
-    counts: dict[tuple[int, str], int] = {}
-    for index, kind, tensor in _found(calls, operations, owners):
-        operation = calls[index].operation
-        ordinal = counts.get((index, kind), 0)
-        counts[index, kind] = ordinal + 1
-        key = (id(operation), 0 if type(operation).__name__ == "TimeDistributed" else ordinal, kind)
-        grouped.setdefault(key, []).append((operation, tensor, kind))
-    for group in grouped.values():
-        operation, first, kind = group[0]
-        axis = _unit_axis(operation, first)
-        tensors = tuple(tensor for _, tensor, _ in group if tensor.shape.rank == first.shape.rank)
+    for group in site_groups(_found(calls, operations, owners), calls):
+        operation, kind, first = group[0]
+        axis = unit_axis(operation, first.shape.rank)
+        tensors = tuple(tensor for _, _, tensor in group if tensor.shape.rank == first.shape.rank)
         if first.shape.rank is None or first.shape.rank < 2 or not first.shape[axis]:
             continue
         bits = reach.get(first.op.name, 0)
@@ -189,17 +137,17 @@ def _found(
     calls: Sequence[LayerCall], operations: Sequence[Any], owners: Sequence[int]
 ) -> Iterator[tuple[int, str, Any]]:
     """``(call index, kind, output tensor)`` of every activation function, in the order of the graph."""
-    recurrent = _recurrent_inside(calls)
+    recurrent = recurrent_inside(calls)
     seen: list[tuple[int, int, str, Any]] = []
     for index, call in enumerate(calls):
-        kind = _declared(call.operation)
-        if index in recurrent and not _is_recurrent(call.operation):
+        kind = declared_kind(call.operation)
+        if index in recurrent and not is_recurrent(call.operation):
             continue
         if kind in RANGES and call.outputs and call.outputs[0].dtype.is_floating:
             seen.append((call.last_op, index, str(kind), call.outputs[0]))
     for position, op in enumerate(operations):
         index = owners[position]
-        if index < 0 or index in recurrent or _declared(calls[index].operation) is not None:
+        if index < 0 or index in recurrent or declared_kind(calls[index].operation) is not None:
             continue
         kind = _KINDS.get(op.type) or ("relu" if _is_written_relu(op) else None)
         if kind and (kind == "relu" or not _is_part_of_another(op)):
@@ -208,53 +156,9 @@ def _found(
         yield index, kind, tensor
 
 
-def _declared(operation: Any) -> str | None:
-    """Kind of activation with which a layer of Keras' own ends; ``""`` if of no interest, ``None`` if unknown."""
-    import keras
-
-    layers = keras.layers
-    if isinstance(operation, layers.RNN):
-        cell = getattr(operation, "cell", None)
-        return _name_of(getattr(operation, "activation", None) or getattr(cell, "activation", None))
-    if not type(operation).__module__.startswith("keras."):
-        return "" if _name_of(getattr(operation, "activation", None)) in ("gelu", "silu", "mish", "hard_silu") else None
-    if isinstance(operation, layers.ReLU):
-        return "relu" if not operation.negative_slope and not operation.threshold else ""
-    if isinstance(operation, layers.LeakyReLU | layers.PReLU | layers.ELU | layers.Softmax):
-        return ""
-    if not hasattr(operation, "activation"):
-        return None
-    name = _name_of(operation.activation)
-    return None if name == "<lambda>" else name
-
-
-def _name_of(function: Any) -> str:
-    name = str(getattr(function, "__name__", ""))
-    return "relu" if name == "relu6" else name
-
-
-def _is_recurrent(operation: Any) -> bool:
-    import keras
-
-    return isinstance(operation, keras.layers.RNN | keras.layers.Bidirectional)
-
-
-def _recurrent_inside(calls: Sequence[LayerCall]) -> set[int]:
-    """Calls made by a recurrent layer or inside of one: its gates are meant to open and close."""
-    inside: set[int] = set()
-    for index, call in enumerate(calls):  # a call comes after the one that makes it
-        if _is_recurrent(call.operation) or call.parent in inside:
-            inside.add(index)
-    return inside
-
-
 def _sequences(calls: Sequence[LayerCall]) -> Iterator[Recurrence]:
     """What enters the outermost recurrent layers, if it is a sequence of known length."""
-    inside = _recurrent_inside(calls)
-    for index in sorted(inside):
-        call = calls[index]
-        if call.parent in inside or not call.inputs:
-            continue
+    for call in sequence_calls(calls):
         tensor = call.inputs[0]
         if tensor.shape.rank == 3 and tensor.shape[1]:
             yield Recurrence(call.operation, tensor, getattr(tensor, "_keras_mask", None) is not None)
@@ -280,15 +184,6 @@ def _output_names(calls: Sequence[LayerCall]) -> set[str]:
         if tensor.op.type in _SHAPE_OPS:
             waiting.append(tensor.op.inputs[0])
     return names
-
-
-def _unit_axis(operation: Any, tensor: Any) -> int:
-    """The channels of an image come first or last, everything else ends with its units."""
-    import keras
-
-    layout = getattr(operation, "data_format", None) or keras.config.image_data_format()
-    is_image = tensor.shape.rank in (4, 5) or (tensor.shape.rank == 3 and hasattr(operation, "data_format"))
-    return 1 if is_image and layout == "channels_first" else -1
 
 
 def _is_written_relu(op: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,23 +90,22 @@ class Program:
         loss: ``loss(moving, fixed) -> scalar tensor``; run while tracing.
         moving, fixed: arrays or tensors giving shapes and dtypes (and nothing else).
         dtype: float dtype of the moving tensors, ``None`` to keep their own.
+        surroundings: opened while the code runs, which here is while it is traced.
     """
 
     def __init__(
-        self,
-        loss: Callable[[list[Any], list[Any]], Any],
-        moving: Sequence[Any],
-        fixed: Sequence[Any],
-        dtype: str | None,
-    ) -> None:
+        self, loss: Callable[[list[Any], list[Any]], Any], moving: Sequence[Any], fixed: Sequence[Any],
+        dtype: str | None, surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:  # fmt: skip
         values = [*moving, *fixed]
         self._count = len(moving)
         self._dtypes = [_float_dtype(value, dtype) for value in values]
         self._signature = [tf.TensorSpec(np.shape(v), d) for v, d in zip(values, self._dtypes, strict=True)]
         self._casts: dict[tuple[Any, ...], Any] = {}
-        self._wrapped, self._seen = self._trace(loss)
-        if any(op.type in _CALLS and any(is_stop(o) or is_draw(o) for o in inside(op)) for op in self._all()):
-            self._trace_inline(loss)
+        with surroundings():
+            self._wrapped, self._seen = self._trace(loss)
+            if any(op.type in _CALLS and any(is_stop(o) or is_draw(o) for o in inside(op)) for op in self._all()):
+                self._trace_inline(loss)
         seen = self._seen
         self.calls, self._loss, self._stops, self._draws = seen.calls, seen.loss, seen.stops, seen.draws
         self._feeds = list(self._wrapped.graph.inputs)[: len(values)]

@@ -109,7 +109,7 @@ class TrackedStep:
     (eagerly, or to be traced), stand-ins for the optimizers' ``apply`` and the loss tell it what passes through them.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, original: Callable[[Any], Any]) -> None:
         self._running = threading.local()  # MirroredStrategy runs one thread per replica, interleaved.
         self._layouts: list[_Layout] = []
         self._patches = [
