@@ -1,9 +1,12 @@
-"""Jacobians of plain functions, against algebra and against ``tf.test.compute_gradient`` (TensorFlow 2.21)."""
+"""Jacobians of plain functions, against algebra and against what each backend offers of its own."""
+
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
+from keras import ops
+from per_backend import nested, only, planted
 
 from keras_gradwatch import compute_gradient, compute_gradient_error
 
@@ -19,7 +22,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 def test_sigmoid_neuron() -> None:
     """The gradient of (σ(x·w) − t)² w.r.t. x is 2 (σ − t) σ (1 − σ) w."""
     x, w = normal(1, 3), normal(3, 1, seed=1)
-    analytic, numeric = compute_gradient(lambda x: tf.reduce_sum((tf.sigmoid(x @ tf.constant(w)) - 0.3) ** 2), [x])
+    analytic, numeric = compute_gradient(lambda x: ops.sum((ops.sigmoid(ops.matmul(x, w)) - 0.3) ** 2), [x])
     s = 1 / (1 + np.exp(-(x.astype(float) @ w)))
     exact = (2 * (s - 0.3) * s * (1 - s) * w.T).reshape(1, 3)
     np.testing.assert_allclose(analytic[0], exact, atol=FLOAT32)
@@ -29,7 +32,9 @@ def test_sigmoid_neuron() -> None:
 def test_linear_regression() -> None:
     """The gradients of mean((xw + b − y)²) w.r.t. inputs, weights and bias come out exactly (the loss is quadratic)."""
     x, w, b, y = normal(8, 3), normal(3, 1, seed=1), normal(1, seed=2), normal(8, 1, seed=3)
-    analytic, numeric = compute_gradient(lambda x, w, b: tf.reduce_mean((x @ w + b - y) ** 2), [x, w, b])
+    analytic, numeric = compute_gradient(
+        lambda x, w, b: ops.mean((x @ w + b - ops.convert_to_tensor(y)) ** 2), [x, w, b]
+    )
     r = 2 / 8 * (x.astype(float) @ w + b - y)
     exact = [(r @ w.T).reshape(1, -1), (x.T @ r).reshape(1, -1), r.sum().reshape(1, 1)]
     for found, slope, truth in zip(analytic, numeric, exact, strict=True):
@@ -42,8 +47,8 @@ def test_wide_relu_network() -> None:
     x = normal(4, 10)
     weights = [normal(10, 1000, seed=1), normal(1000, seed=2), normal(1000, 1, seed=3) / 30, normal(1, seed=4)]
 
-    def loss(w1: tf.Tensor, b1: tf.Tensor, w2: tf.Tensor, b2: tf.Tensor) -> tf.Tensor:
-        return tf.reduce_mean((tf.nn.relu(x @ w1 + b1) @ w2 + b2) ** 2)
+    def loss(w1: Any, b1: Any, w2: Any, b2: Any) -> Any:
+        return ops.mean((ops.relu(ops.matmul(x, w1) + b1) @ w2 + b2) ** 2)
 
     analytic, numeric = compute_gradient(loss, weights)
     h = np.maximum(x.astype(float) @ weights[0] + weights[1], 0)
@@ -57,21 +62,50 @@ def test_wide_relu_network() -> None:
 
 
 FUNCTIONS = {
-    "elementwise": (lambda x: tf.exp(x) * x, [normal(2, 3)]),
-    "two arguments": (lambda x, y: tf.sin(x) @ y, [normal(2, 3), normal(3, 2, seed=1)]),
+    "elementwise": (lambda x: ops.exp(x) * x, [normal(2, 3)]),
+    "two arguments": (lambda x, y: ops.sin(x) @ y, [normal(2, 3), normal(3, 2, seed=1)]),
     "float64": (lambda x: x**3, [normal(4).astype("float64")]),
-    "gather": (lambda t: tf.gather(t, [0, 0, 2]), [normal(4, 2)]),
-    "complex": (lambda z: z * z * tf.constant(1 + 2j, tf.complex64), [np.array([1 + 2j, 3 - 1j], "complex64")]),
-    "real of complex": (lambda z: tf.abs(z), [np.array([1 + 2j, 3 - 1j], "complex64")]),
+    "gather": (lambda t: ops.take(t, [0, 0, 2], axis=0), [normal(4, 2)]),
+    "complex": (lambda z: z * z * (1 + 2j), [np.array([1 + 2j, 3 - 1j], "complex64")]),
+    "real of complex": (lambda z: abs(z), [np.array([1 + 2j, 3 - 1j], "complex64")]),
     "scalar": (lambda x: x * x, [3.0]),
     "empty": (lambda x: x * 2, [np.zeros((0, 3), "float32")]),
-    "matrix inverse": (tf.linalg.inv, [normal(3, 3) + 3 * np.eye(3, dtype="float32")]),
+    "matrix inverse": (ops.inv, [normal(3, 3) + 3 * np.eye(3, dtype="float32")]),
 }
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+def test_both_sides_agree(name: str) -> None:
+    """Of every kind of function, with the shapes promised: one row per real number of the result."""
+    f, x = FUNCTIONS[name]
+    analytic, numeric = compute_gradient(f, x)
+    for mine, slope, argument in zip(analytic, numeric, x, strict=True):
+        assert mine.shape == slope.shape
+        assert mine.shape[1] == np.size(argument) * (2 if np.iscomplexobj(argument) else 1)
+        if mine.size:
+            assert np.abs(mine - slope).max() <= FLOAT32 * max(1.0, np.abs(mine).max())
+
+
+@only("torch", reason="asks torch.autograd.functional.jacobian")
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if "complex" not in n and n != "empty"])
+def test_parity_with_torch(name: str) -> None:
+    """The analytic values are those of torch.autograd.functional.jacobian."""
+    import torch
+
+    f, x = FUNCTIONS[name]
+    analytic, _ = compute_gradient(f, x)
+    arguments = tuple(torch.tensor(np.float32(value) if np.isscalar(value) else value) for value in x)
+    theirs = torch.autograd.functional.jacobian(f, arguments)
+    for mine, other, argument in zip(analytic, theirs, arguments, strict=True):
+        np.testing.assert_allclose(mine, other.numpy().reshape(-1, argument.numel()), rtol=1e-6, atol=1e-6)
+
+
+@only("tensorflow", reason="asks tf.test.compute_gradient")
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_parity_with_tensorflow(name: str) -> None:
     """Shapes and analytic values are those of tf.test.compute_gradient; the numeric side is at least as close."""
+    import tensorflow as tf
+
     f, x = FUNCTIONS[name]
     analytic, numeric = compute_gradient(f, x)
     theirs, differences = tf.test.compute_gradient(f, x)
@@ -85,20 +119,17 @@ def test_parity_with_tensorflow(name: str) -> None:
 
 def test_variables_and_constants_inside_are_widened() -> None:
     """A function that reads a float32 variable and constant is still differenced in float64."""
-    w = tf.Variable(normal(3, 2, seed=1))
-    analytic, numeric = compute_gradient(lambda x: tf.tanh(x @ w) * tf.constant(0.7), [normal(4, 3)])
+    w, factor = keras.Variable(normal(3, 2, seed=1)), ops.convert_to_tensor(np.float32(0.7))
+    analytic, numeric = compute_gradient(lambda x: ops.tanh(x @ w.value) * factor, [normal(4, 3)])
     assert np.abs(analytic[0] - numeric[0]).max() < 3e-7  # float32 differences: 1e-4
 
 
 def test_loops_are_followed() -> None:
-    """A function with a loop in a nested tf.function is differenced in float64, too."""
+    """A function with a loop in a function compiled by itself is differenced in float64, too."""
 
-    @tf.function
-    def cubic(x: tf.Tensor) -> tf.Tensor:
-        total = tf.zeros_like(x)
-        for i in tf.range(3):
-            total += x ** tf.cast(i + 1, tf.float32)
-        return total
+    @nested
+    def cubic(x: Any) -> Any:
+        return ops.fori_loop(0, 3, lambda i, total: total + x ** ops.cast(i + 1, x.dtype), ops.zeros_like(x))
 
     x = normal(3)
     analytic, numeric = compute_gradient(cubic, [x])
@@ -109,7 +140,7 @@ def test_loops_are_followed() -> None:
 
 def test_half_precision_is_checked_through_float64() -> None:
     """A float16 gradient is right to its own precision, not to that of float16 differences (9e-2)."""
-    assert compute_gradient_error(tf.exp, [np.array([0.5, -1.0, 1.5], "float16")]) < 4e-3  # 4.5 · 2^-10
+    assert compute_gradient_error(ops.exp, [np.array([0.5, -1.0, 1.5], "float16")]) < 4e-3  # 4.5 · 2^-10
 
 
 def test_delta_is_honoured() -> None:
@@ -124,21 +155,21 @@ def test_keras_weights_as_arguments() -> None:
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)])
     x = normal(4, 5)
     error = compute_gradient_error(
-        lambda *w: tf.reduce_mean(model.stateless_call(list(w), [], x)[0] ** 2), list(model.trainable_variables)
+        lambda *w: ops.mean(model.stateless_call(list(w), [], x)[0] ** 2), list(model.trainable_variables)
     )
     assert error < FLOAT32
 
 
 def test_planted_fault_is_seen() -> None:
     """A custom gradient that is 10 % too large shows as exactly that."""
-    squared = tf.custom_gradient(lambda x: (x * x, lambda upstream: upstream * 2.2 * x))
+    squared = planted(lambda x: x * x, lambda upstream, x: [upstream * 2.2 * x])
     analytic, numeric = compute_gradient(squared, [np.float32([1.0, 2.0])])
     np.testing.assert_allclose(np.diag(analytic[0]) / np.diag(numeric[0]), [1.1, 1.1], atol=1e-6)
 
 
 def test_stop_gradient_shows() -> None:
     """A gradient of zero where the function moves is a difference, not a pass."""
-    assert compute_gradient_error(lambda x: x + tf.stop_gradient(x), [np.float32([1.0])]) == pytest.approx(
+    assert compute_gradient_error(lambda x: x + ops.stop_gradient(x), [np.float32([1.0])]) == pytest.approx(
         1.0, abs=1e-6
     )
 
@@ -155,16 +186,16 @@ def test_a_closure_over_variables_is_refused() -> None:
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
     x = normal(4, 5)
     with pytest.raises(ValueError, match="pass their values as arguments"):
-        compute_gradient(lambda *ignored: tf.reduce_sum(model(x)), model.trainable_variables)
+        compute_gradient(lambda *ignored: ops.sum(model(x)), model.trainable_variables)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: compute_gradient(tf.exp, np.ones(3)), ValueError, "list or tuple"),
-        (lambda: compute_gradient(tf.exp, [np.ones(3, int)]), TypeError, "integers have no gradient"),
-        (lambda: compute_gradient(tf.exp, [np.ones(3)], delta=-1.0), ValueError, "positive step"),
-        (lambda: compute_gradient(lambda x: tf.argmax(x), [np.float32([1, 2])]), TypeError, "float or complex tensor"),
+        (lambda: compute_gradient(ops.exp, np.ones(3)), ValueError, "list or tuple"),
+        (lambda: compute_gradient(ops.exp, [np.ones(3, int)]), TypeError, "integers have no gradient"),
+        (lambda: compute_gradient(ops.exp, [np.ones(3)], delta=-1.0), ValueError, "positive step"),
+        (lambda: compute_gradient(lambda x: ops.argmax(x), [np.float32([1, 2])]), TypeError, "float or complex tensor"),
     ],
 )
 def test_bad_arguments(call, error, words) -> None:
