@@ -67,6 +67,7 @@ class Question:
         surrogates: names or paths of layers allowed to differ.
         settings: numbers behind the verdicts.
         seed: of the directions.
+        rounding: compare with the gradient in the training dtype, too: a third of what a healthy later check costs.
     """
 
     subject: Subject
@@ -76,16 +77,17 @@ class Question:
     surrogates: tuple[str, ...]
     settings: CheckSettings
     seed: int
+    rounding: bool = True
 
 
 class Answer:
     """One check of one traced model: float64 point, verdicts, rounding, blame."""
 
     def __init__(self, question: Question, values: tuple[list[Any], list[Any]]) -> None:
-        self.question, self.raw = question, values
+        self.question = question
         self.subject, self.shadow, self.training = question.subject, question.shadow, question.training
         self.settings, self.seed = question.settings, question.seed
-        self.values = self.shadow.feed(*self.raw)
+        self.values = self.shadow.feed(*values)
         self.point = self.shadow.main.point(*self.values)
         self.problem = PointProblem(self.point)
         self.blame = Blame(self.subject, self.shadow, self.values, self.seed, self.settings, PointProblem)
@@ -103,7 +105,7 @@ class Answer:
             evaluations = outcome.evaluations
         checks = [self._tensor(i, outcome, leaks[i], bool(connected[i]), bool(finite[i])) for i in range(len(leaks))]
         checks = self._declare(checks, usable)
-        checks = self._round(checks)
+        checks = self._round(checks) if self.question.rounding else checks
         culprits = self._culprits(checks)
         checks = _corroborated(checks, culprits)
         checks, culprits = self._surrogates(checks, culprits)
@@ -160,7 +162,8 @@ class Answer:
             return checks  # draws past Keras' seeds differ between two traces: nothing could be compared
         dtype = self._training_dtype()
         scale = _loss_scale(self.subject.root)
-        values = self.training.feed(self.raw[0], [*self.raw[1], np.asarray(scale, np.float32)])
+        # From the float64 values, which hold those of the training dtype exactly and are on the device already.
+        values = self.training.feed(self.values[0], [*self.values[1], np.asarray(scale, np.float32)])
         lower = self.training.main.point(*values)
         distance = self.point.difference(lower, scale)
         summary = lower.summaries
@@ -251,6 +254,12 @@ def _corroborated(checks: list[TensorCheck], culprits: Sequence[Culprit]) -> lis
         else c
         for c in checks
     ]
+
+
+def calm_rounding(result: CheckResult) -> bool:
+    """Rounding was measured, and lies a hundredfold below the strictest limit of a training dtype, 1 %."""
+    errors = [check.rounding_error for check in result.checks if np.isfinite(check.rounding_error)]
+    return bool(errors) and max(errors) <= 1e-2 * _ROUNDING_LIMITS["float32"] and result.verdict != "imprecise"
 
 
 def _named(layer: str, surrogates: Sequence[str]) -> bool:

@@ -157,6 +157,16 @@ def test_later_checks_are_cheaper_and_as_calm() -> None:
     assert np.median(spent[1:]) == 1
 
 
+@pytest.mark.parametrize(("policy", "measured"), [("float32", [True, False] * 2), ("mixed_bfloat16", [True] * 4)])
+def test_rounding_far_below_its_limit_is_measured_every_second_time(policy: str, measured: list[bool]) -> None:
+    """Float32 rounds a healthy model by 1e-7, so half of the later checks leave it out; bfloat16 is watched always."""
+    hidden = layers.Dense(6, activation="tanh", dtype=policy)
+    model = stack((5,), hidden, layers.Dense(1, dtype="float32"))
+    checker, batch = Checker(model), arrays_of(Batch(normal(8, 5), normal(8, 1)))
+    results = [checker.check(batch, seed=seed) for seed in range(4)]
+    assert [bool(np.isfinite(result.checks[0].rounding_error)) for result in results] == measured
+
+
 def checker_weights(model: keras.Model) -> list[Any]:
     return [variable for layer in model.layers for variable in layer.trainable_variables]
 
