@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from keras_gradwatch.errors import GradientCheckError, GradientError, NonFiniteGradientError
     from keras_gradwatch.history import read_history
     from keras_gradwatch.jacobian import compute_gradient, compute_gradient_error
+    from keras_gradwatch.sinks.live_plot import LivePlot
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "GradWatch",
     "GradientCheckError",
     "GradientError",
+    "LivePlot",
     "NonFiniteGradientError",
     "check_gradients",
     "check_layer",
@@ -39,6 +41,7 @@ _MODULES = {
     "GradWatch": "callback",
     "GradientCheckError": "errors",
     "GradientError": "errors",
+    "LivePlot": "sinks.live_plot",
     "NonFiniteGradientError": "errors",
     "check_gradients": "checks",
     "check_layer": "checks",

@@ -23,12 +23,31 @@ from keras_gradwatch.records import (
 )
 from keras_gradwatch.samples import codes_of
 from keras_gradwatch.summary import summarize
-from keras_gradwatch.words import folded, plain
+from keras_gradwatch.words import MARKS, folded, number, plain
 
 #: Findings whose layer is the cause, while their tensors are what it spoils.
 LAYER_IS_CAUSE = ("mismatch", "nonfinite", "disconnected")
 
 _TOLD_WITHOUT = "the file does not hold the finding's message; write it with write_history(watch.history, path)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Banner:
+    """The verdict of a run, as it stands on top of a page.
+
+    Attributes:
+        state: ``"error"``, ``"warning"``, ``"good"`` or ``"info"``: its colour.
+        mark: the sign before the title.
+        title: the verdict.
+        answer: what else there is to say at once; may be empty.
+        facts: what was watched, and what that cost.
+    """
+
+    state: str
+    mark: str
+    title: str
+    answer: str
+    facts: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +99,31 @@ class Account:
             elif line != "✓ no findings":
                 sentences.append(line)
         return sentences
+
+    def banner(self) -> Banner:
+        """The verdict, for the top of a page."""
+        severities = {finding.severity for finding in self.findings}
+        state: str = next((severity for severity in reversed(SEVERITIES) if severity in severities), "good")
+        first, others = next((f for f in self.findings if f.severity == state), None), len(self.findings) - 1
+        if first is not None:
+            mark, title = MARKS[first.severity], f"{plain(first.finding)}: {self.place(first)}, {self.span(first)}"
+            answer = f"and {number(others, 'more finding')}, below" if others else ""
+        elif self.fails("error"):
+            state, mark, title, answer = "error", "✗", "The gradient check found wrong gradients", ""
+        elif not self.checks:
+            state, mark, title = "info", "?", "No findings, but nothing was checked"
+            answer = "No gradient check was made, so nothing here says whether the gradients are right."
+        else:
+            mark, title, answer = "✓", "No findings", self.certainty()[0].lstrip("✓ ")
+        return Banner(state=state, mark=mark, title=title, answer=answer, facts=self._facts())
+
+    def _facts(self) -> str:
+        weights = sum(tensor.role == "weight" for tensor in self.tensors)
+        facts = [plain(str(self.attributes.get("model", "run"))), number(self.steps, "step")]
+        facts += [number(weights, "weight"), number(len(self.checks), "gradient check")]
+        share = self.cost.get("share", math.nan)
+        facts += [] if math.isnan(share) else [f"watching cost {100 * share:.1f} % of the training time"]
+        return " · ".join(facts)
 
     def place(self, finding: Finding) -> str:
         """The layer at fault with its class, or the layers if it is about several."""

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from keras_gradwatch.capture import Capture
+from keras_gradwatch.display import DisplayText
 from keras_gradwatch.probe import batch_of
 from keras_gradwatch.records import ERROR_FINDINGS, FINDINGS, Finding
 from keras_gradwatch.rules import DEFAULT_RULES, Rule
@@ -101,8 +102,14 @@ class GradWatch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships 
         return self._run.cost()
 
     def summary(self) -> str:
-        """What a person should know about the run, verdict first: text for a terminal."""
-        return self._run.summary()
+        """What a person should know about the run, verdict first: text that a terminal shows in colour."""
+        return DisplayText(self._run.summary())
+
+    def _repr_html_(self) -> str:
+        from keras_gradwatch.account import account_of
+        from keras_gradwatch.notebook import run_html
+
+        return run_html(account_of(self.history))
 
     def plot(self) -> Figure:
         """All pictures of the run on one page; see :mod:`keras_gradwatch.plots`. Needs the extra ``plot``."""

@@ -41,7 +41,7 @@ _OTHER_LOSS = "train_step is overridden and does not call compute_loss: the comp
 
 
 class GradientReport:
-    """What a gradient check found: prints as a summary, shows as a table in notebooks.
+    """What a gradient check found: prints as a table, in colour on a terminal, and shows as one in notebooks.
 
     Attributes:
         result: every number, as a :class:`~keras_gradwatch.records.CheckResult`.
@@ -76,20 +76,25 @@ class GradientReport:
             GradientCheckError: :attr:`ok` is False; the message is the printed report.
         """
         if not self.ok:
-            raise GradientCheckError(str(self), result=self.result)
+            raise GradientCheckError(f"{self}", result=self.result)
 
     def __str__(self) -> str:
+        from keras_gradwatch.display import show_check
+
+        return show_check(self.result)
+
+    def __format__(self, specification: str) -> str:
         from keras_gradwatch.summary import render_check
 
-        return render_check(self.result)
+        return format(render_check(self.result), specification)
 
     def __repr__(self) -> str:
         return f"<GradientReport {self.verdict}: {len(self.result.checks)} tensors>"
 
     def _repr_html_(self) -> str:
-        import html
+        from keras_gradwatch.notebook import check_html
 
-        return f"<pre>{html.escape(str(self))}</pre>" + str(self.frame.to_html(index=False))
+        return check_html(self.result)
 
 
 def check_gradients(

@@ -110,7 +110,7 @@ def _command(
 
 def _show(options: argparse.Namespace) -> int:
     view = _view(options.run)
-    _print(_run_json(view) if options.json else view.account.summary())
+    _print(_run_json(view) if options.json else _displayed(view.account.summary()))
     return _status(view, options)
 
 
@@ -179,7 +179,7 @@ def _demo(options: argparse.Namespace) -> int:
     write_history(view.frame, folder / "demo.csv")
     path = write_report(view, folder / "demo.html")
     words = f"{view.account.summary()}\n\nhistory: {folder / 'demo.csv'}\nreport: {path}, open it in a browser"
-    _print({**_run_json(view), "report": str(path)} if options.json else words)
+    _print({**_run_json(view), "report": str(path)} if options.json else _displayed(words))
     return _status(view, options)
 
 
@@ -282,6 +282,12 @@ def _finding_json(finding: Any) -> dict[str, Any]:
     from dataclasses import asdict
 
     return asdict(finding)
+
+
+def _displayed(words: str) -> str:
+    from keras_gradwatch.display import DisplayText
+
+    return DisplayText(words)
 
 
 def _print(content: str | dict[str, Any]) -> None:

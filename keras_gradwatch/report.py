@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +21,9 @@ from keras_gradwatch.drawings import drawings
 from keras_gradwatch.pictures import View, view_of
 from keras_gradwatch.records import Finding
 from keras_gradwatch.report_tables import COLUMNS, check_rows, event_tables, tensor_rows
-from keras_gradwatch.words import number, plain, short
-
-#: What a finding means, for readers who meet the word for the first time.
-MEANINGS = {
-    "mismatch": "The backward pass gives another gradient than the slope of the loss: a formula is wrong.",
-    "nonfinite": "The loss or a gradient became NaN or infinite.",
-    "disconnected": "The loss does not reach this weight: it has no gradient and never learns.",
-    "imprecise": "The formula is right, but the training dtype loses it: overflow, underflow or cancellation.",
-    "zero_gradient": "The gradient is exactly zero, though the weight is connected.",
-    "exploding": "Gradients, updates or the loss run away.",
-    "vanishing": "Gradients fade on their way from the loss to the first layers, until those no longer learn.",
-    "dead_units": "Units of this layer no longer get any gradient.",
-    "saturated": "The activations of this layer sit at their limits, where the gradient is almost zero.",
-    "oscillating": "Loss and gradients swing instead of settling.",
-    "stalled": "The weights hardly move, for their size.",
-}
+from keras_gradwatch.words import MARKS, MEANINGS, plain, short
 
 _MOST_FINDINGS = 40
-_MARKS = {"error": "✗", "warning": "!", "info": "·"}
 _VERSIONS = ("keras_gradwatch", "keras", "backend", "schema_version")
 
 
@@ -87,7 +72,7 @@ def render_report(history: pd.DataFrame | View) -> str:
     caption += f"{left_out:,} unremarkable tensors are left out." if left_out else "Click a heading to sort."
     findings = [_finding(view, finding) for finding in view.account.findings]
     page: str = environment.from_string(template).render(
-        **_verdict(view), script_hash=_script_hash(template), facts=_facts(view),
+        **asdict(view.account.banner()), script_hash=_script_hash(template),
         findings=findings[:_MOST_FINDINGS], findings_left_out=max(0, len(findings) - _MOST_FINDINGS),
         certainty=view.account.certainty(), pictures=drawings(view), events=event_tables(view), **check_rows(view),
         columns=COLUMNS, rows=rows, table_caption=caption, groups=_groups(view), version=__version__,
@@ -102,39 +87,10 @@ def _script_hash(template: str) -> str:
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
-def _verdict(view: View) -> dict[str, str]:
-    """Mark, title and answer of the banner, and what colour it has."""
-    account = view.account
-    counts = {severity: sum(f.severity == severity for f in account.findings) for severity in ("error", "warning")}
-    state = next((severity for severity, count in counts.items() if count), "good")
-    first = next((f for f in account.findings if f.severity == state), None)
-    if first is not None:
-        others = len(account.findings) - 1
-        title = f"{plain(first.finding)}: {account.place(first)}, {account.span(first)}"
-        answer = f"and {number(others, 'more finding')}, below" if others else ""
-        return {"state": state, "mark": _MARKS[first.severity], "title": title, "answer": answer}
-    if account.fails("error"):
-        return {"state": "error", "mark": "✗", "title": "The gradient check found wrong gradients", "answer": ""}
-    if not account.checks:
-        answer = "No gradient check was made, so nothing here says whether the gradients are right."
-        return {"state": "info", "mark": "?", "title": "No findings, but nothing was checked", "answer": answer}
-    return {"state": "good", "mark": "✓", "title": "No findings", "answer": account.certainty()[0].lstrip("✓ ")}
-
-
-def _facts(view: View) -> str:
-    account = view.account
-    weights = sum(tensor.role == "weight" for tensor in account.tensors)
-    facts = [plain(str(account.attributes.get("model", "run"))), number(account.steps, "step")]
-    facts += [number(weights, "weight"), number(len(account.checks), "gradient check")]
-    share = account.cost.get("share", math.nan)
-    facts += [] if math.isnan(share) else [f"watching cost {100 * share:.1f} % of the training time"]
-    return " · ".join(facts)
-
-
 def _finding(view: View, finding: Finding) -> dict[str, str]:
     return {
         "state": finding.severity,
-        "mark": _MARKS[finding.severity],
+        "mark": MARKS[finding.severity],
         "name": plain(finding.finding),
         "place": view.account.place(finding),
         "when": view.account.span(finding),

@@ -17,6 +17,7 @@ import numpy as np
 from keras_gradwatch.activations import Looks
 from keras_gradwatch.capture import CapturedStep, Request
 from keras_gradwatch.checks import Checker
+from keras_gradwatch.display import DisplayText
 from keras_gradwatch.errors import GradientCheckError, GradientError, NonFiniteGradientError, gist
 from keras_gradwatch.findings import Ledger
 from keras_gradwatch.history import History
@@ -408,7 +409,7 @@ class Run:
             self._settings.sinks.close()
         if self._settings.verbose:
             with self._guarded("summary"):
-                print(f"\n{self.summary()}")  # noqa: T201
+                print("", DisplayText(self.summary()), sep="\n")  # noqa: T201
 
     def _account(self) -> dict[str, object]:
         """What the rows do not say, fit for JSON."""

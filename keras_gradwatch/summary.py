@@ -11,14 +11,24 @@ from keras_gradwatch.records import FINDINGS, VERDICTS, CheckResult, Finding, Te
 from keras_gradwatch.signals import layers_of
 from keras_gradwatch.words import WIDTH, counted, culprit_words, factor_words, folded, number, plain, short, wrapped
 
-__all__ = ["culprit_words", "factor_words", "render_check", "summarize"]
+__all__ = [
+    "certified",
+    "check_facts",
+    "check_mark",
+    "culprit_words",
+    "factor_words",
+    "render_check",
+    "summarize",
+    "why",
+]
 
 _MOST_OF_A_KIND = 3  # findings told in full, before the rest of that kind share a line
-_MOST_ROWS = 40
+#: Tensors up to which a check is printed as a table.
+MOST_ROWS = 40
 _SPAN_COLUMN = 72
 
 _SEVERITY_MARKS = {"error": "✗", "warning": "!", "info": "·"}
-_VERDICT_MARKS = dict.fromkeys(VERDICTS, "✗") | {
+VERDICT_MARKS = dict.fromkeys(VERDICTS, "✗") | {
     "inconclusive": "?",
     "declared": "·",
     "zero": "·",
@@ -27,7 +37,7 @@ _VERDICT_MARKS = dict.fromkeys(VERDICTS, "✗") | {
 }
 #: Findings whose layer is the cause, while their tensors are what it spoils.
 _LAYER_IS_CAUSE = ("mismatch", "nonfinite", "disconnected")
-_ASLEEP = "the check's own control failed: it would have missed a planted error of 1 %"
+ASLEEP = "the check's own control failed: it would have missed a planted error of 1 %"
 
 #: What a verdict other than ok says about some tensors, when there is no finding that says more.
 _MEANINGS = {
@@ -86,30 +96,51 @@ def summarize(
     return "\n".join(lines)
 
 
-def render_check(result: CheckResult) -> str:
+def render_check(result: CheckResult, *, table: bool = True) -> str:
     """One gradient check in words, for ``print``.
 
     Args:
         result: the check.
+        table: end with a table of the tensors.
 
     Returns:
         The verdict; the culprits; a line for each tensor that is not plainly right, with the reason; a table of all, up
         to 40 tensors. Plain text of lines up to 100 columns, no newline at the end.
     """
-    mark = "✓" if _VERDICT_MARKS[result.verdict] == "·" else _VERDICT_MARKS[result.verdict]
+    lines = wrapped(" · ".join(check_facts(result)), first=f"{check_mark(result)} {result.verdict}   ", rest="    ")
+    lines += [] if result.awake else wrapped(ASLEEP, first="  ? ", rest="    ")
+    for culprit in result.culprits:
+        lines += wrapped(culprit_words(culprit), first="  ✗ " if culprit.kind != "cut" else "  · ", rest="    ")
+    lines += _reason_lines(result.checks)
+    if table and len(result.checks) <= MOST_ROWS:
+        lines += _table(result.checks)
+    return "\n".join(lines + [line for note in result.notes for line in wrapped(note, first="note: ", rest="      ")])
+
+
+def check_mark(result: CheckResult) -> str:
+    """The sign of a check's verdict: ``"✓"``, ``"?"`` or ``"✗"``."""
+    mark = VERDICT_MARKS[result.verdict]
+    return "✓" if mark == "·" else mark
+
+
+def check_facts(result: CheckResult) -> list[str]:
+    """What was checked, and how many tensors got which verdict."""
     counts = Counter(check.verdict for check in result.checks)
     parts = [f"{counted(result.tensors) or 'nothing'} checked"]
     parts += [", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])] if counts else []
     parts += [] if math.isnan(result.loss) else [f"loss {result.loss:.6g}"]
-    parts += [f"{result.evaluations} loss evaluations"] if result.evaluations else []
-    lines = wrapped(" · ".join(parts), first=f"{mark} {result.verdict}   ", rest="    ")
-    lines += [] if result.awake else wrapped(_ASLEEP, first="  ? ", rest="    ")
-    for culprit in result.culprits:
-        lines += wrapped(culprit_words(culprit), first="  ✗ " if culprit.kind != "cut" else "  · ", rest="    ")
-    lines += _reason_lines(result.checks)
-    if len(result.checks) <= _MOST_ROWS:
-        lines += _table(result.checks)
-    return "\n".join(lines + [line for note in result.notes for line in wrapped(note, first="note: ", rest="      ")])
+    return [*parts, f"{result.evaluations} loss evaluations"] if result.evaluations else parts
+
+
+def certified(result: CheckResult) -> str:
+    """Which tensors a check found right, and how sure that is; empty when there are none."""
+    return " ".join(line.strip("✓ ") for line in _right_lines(result.tensors, _standing([result])))
+
+
+def why(check: TensorCheck) -> str:
+    """Why a tensor is not plainly right."""
+    factor = [factor_words(check.factor)] if check.verdict == "mismatch" and not math.isnan(check.factor) else []
+    return "; ".join([*factor, *([check.reason] if check.reason else [])]) or _MEANINGS[check.verdict]
 
 
 def _headline(steps: int, tensors: Sequence[TensorInfo], num_checks: int, cost_share: float) -> str:
@@ -183,7 +214,7 @@ def _certainty_lines(tensors: Sequence[TensorInfo], checks: Sequence[CheckResult
             reason = next((reason for tensor in alike if (reason := standing[_identity(tensor)].reason)), "")
             names = folded([tensor.tensor for tensor in alike], [tensor.tensor for tensor in tensors])
             text = f"{counted(alike)} {meaning}{f' ({reason})' if reason else ''}: {names}"
-            lines += wrapped(text, first=f"{_VERDICT_MARKS[verdict]} ", rest="    ")
+            lines += wrapped(text, first=f"{VERDICT_MARKS[verdict]} ", rest="    ")
     unchecked = [tensor for tensor in tensors if not _verdict(standing, tensor)]
     if unchecked:
         names = folded([tensor.tensor for tensor in unchecked], [tensor.tensor for tensor in tensors])
@@ -222,7 +253,7 @@ def _standing(checks: Sequence[CheckResult]) -> dict[tuple[str, str], TensorChec
     for result in checks:
         for tensor, check in zip(result.tensors, result.checks, strict=True):
             if not result.awake and check.verdict in ("ok", "zero", "kink"):
-                check = replace(check, verdict="inconclusive", reason=_ASLEEP)
+                check = replace(check, verdict="inconclusive", reason=ASLEEP)
             rows.setdefault(_identity(tensor), []).append(check)
     return {identity: _together(row) for identity, row in rows.items()}
 
@@ -254,14 +285,12 @@ def _reason_lines(checks: Sequence[TensorCheck]) -> list[str]:
     alarming = sorted(
         (check for check in checks if check.verdict != "ok"), key=lambda check: VERDICTS.index(check.verdict)
     )
-    shown = alarming[:_MOST_ROWS]
+    shown = alarming[:MOST_ROWS]
     width = max((len(short(check.tensor)) for check in shown), default=0)
     lines: list[str] = []
     for check in shown:
-        factor = [factor_words(check.factor)] if check.verdict == "mismatch" and not math.isnan(check.factor) else []
-        why = "; ".join([*factor, *([check.reason] if check.reason else [])]) or _MEANINGS[check.verdict]
-        first = f"  {_VERDICT_MARKS[check.verdict]} {short(check.tensor):<{width}}  {check.verdict:<12}  "
-        lines += wrapped(why, first=first, rest=" " * len(first))
+        first = f"  {VERDICT_MARKS[check.verdict]} {short(check.tensor):<{width}}  {check.verdict:<12}  "
+        lines += wrapped(why(check), first=first, rest=" " * len(first))
     return lines + ([f"  … and {len(alarming) - len(shown)} more"] if len(alarming) > len(shown) else [])
 
 
@@ -273,7 +302,7 @@ def _table(checks: Sequence[TensorCheck]) -> list[str]:
     lines = [f"  {'':1} {'tensor':<{width}}  {'verdict':<12}  {'error':>7}  {'bar':>7}  rounding"]
     for check in checks:
         numbers = f"{check.error:>7.1e}  {check.bar:>7.1e}  {check.rounding_error:>8.1e}"
-        mark, name = _VERDICT_MARKS[check.verdict], short(check.tensor)
+        mark, name = VERDICT_MARKS[check.verdict], short(check.tensor)
         lines.append(f"  {mark} {name:<{width}}  {check.verdict:<12}  {numbers.replace('nan', '  –')}")
     return lines
 

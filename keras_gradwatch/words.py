@@ -10,6 +10,24 @@ from collections.abc import Sequence
 from keras_gradwatch.records import Culprit, TensorInfo
 from keras_gradwatch.signals import listed
 
+#: Marks of the severities.
+MARKS = {"error": "✗", "warning": "!", "info": "·"}
+
+#: What a finding means, for readers who meet the word for the first time.
+MEANINGS = {
+    "mismatch": "The backward pass gives another gradient than the slope of the loss: a formula is wrong.",
+    "nonfinite": "The loss or a gradient became NaN or infinite.",
+    "disconnected": "The loss does not reach this weight: it has no gradient and never learns.",
+    "imprecise": "The formula is right, but the training dtype loses it: overflow, underflow or cancellation.",
+    "zero_gradient": "The gradient is exactly zero, though the weight is connected.",
+    "exploding": "Gradients, updates or the loss run away.",
+    "vanishing": "Gradients fade on their way from the loss to the first layers, until those no longer learn.",
+    "dead_units": "Units of this layer no longer get any gradient.",
+    "saturated": "The activations of this layer sit at their limits, where the gradient is almost zero.",
+    "oscillating": "Loss and gradients swing instead of settling.",
+    "stalled": "The weights hardly move, for their size.",
+}
+
 #: Columns of a terminal that every line fits into.
 WIDTH = 100
 

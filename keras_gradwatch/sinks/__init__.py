@@ -7,15 +7,31 @@ sampled step, and ``close()``, called when the run ends.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_gradwatch.records import Finding, StepRecord, TensorInfo
 
+if TYPE_CHECKING:
+    from keras_gradwatch.sinks.live_plot import LivePlot
+
+__all__ = ["LivePlot", "Sink", "SinkSet", "user_stacklevel"]
+
 Sink = Callable[[Finding], object]
+
+#: Module of each sink, loaded when it is first used.
+_MODULES = {"LivePlot": "live_plot"}
+
+
+def __getattr__(name: str) -> object:
+    """Load a sink on first use (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 class SinkSet:
