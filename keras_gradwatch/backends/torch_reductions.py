@@ -1,7 +1,8 @@
-"""Reduces gradients and weights to a few numbers each on the device, with as few operations as possible.
+"""Reduces gradients and weights to a few numbers each, with as few operations as possible.
 
-The quick way is taken first, in float32, whose squares overflow at 1e19 and vanish below 1e-23; numbers that show this
-are taken again in float64, which needs a look at the numbers and is therefore left until they have been read anyway.
+Run eagerly, a training step of a small model is a race against the launch of its operations, and these come on top.
+Measured (``benchmarks/RESULTS.md``): on a CPU it is cheapest to lay all tensors end to end and let NumPy, which shares
+their memory, reduce stretches of them; on an accelerator, torch's functions for lists of tensors, read at the end.
 """
 
 from __future__ import annotations
@@ -10,68 +11,120 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch._utils import _flatten_dense_tensors
 
 from keras_gradwatch.records import Float64Array
 
-#: A float32 norm in this range has neither overflowed nor lost its digits to underflow.
-_SMALLEST, _LARGEST = 1e-15, 1e18
+#: A float32 square sum in this range has neither overflowed nor lost its digits to underflow.
+_SMALLEST, _LARGEST = 1e-30, 1e36
 
 
-def dense(gradient: Any, variable: Any) -> Any:
-    """A dense tensor of the variable's shape."""
-    if gradient.layout != torch.strided:
-        gradient = gradient.to_dense()
-    return gradient if gradient.shape == variable.shape else gradient.expand(tuple(variable.shape))
-
-
-def gradient_reductions(gradients: Sequence[Any]) -> Any:
-    """Norm, largest magnitude and non-zero count of each gradient.
+class Gradients:
+    """Some gradients: what is to be known of them is computed at once, since what comes later may write into them.
 
     Args:
         gradients: dense floating tensors, none of them empty.
-
-    Returns:
-        Float64 tensor of shape ``[3, len(gradients)]``. Counts beyond 2**24 may be rounded to float32 on accelerators.
     """
-    wide = _widened(gradients)
-    norms = torch.stack(torch._foreach_norm(wide))
-    if wide[0].is_cuda:  # one launch for all tensors is cheaper than a faster kernel for each
-        largest, nonzero = (torch.stack(torch._foreach_norm(wide, order)) for order in (float("inf"), 0))
-    else:
-        ends = [torch.stack(column) for column in zip(*map(torch.aminmax, wide), strict=True)]
-        largest = torch.maximum(-ends[0], ends[1])
-        nonzero = torch.stack([torch.count_nonzero(value) for value in wide])
-    return torch.stack([norms.double(), largest.double(), nonzero.double()])
+
+    def __init__(self, gradients: Sequence[Any]) -> None:
+        self._gradients = gradients
+        self._pending: list[Any] = []
+        if gradients[0].is_cuda:
+            wide = [_widened(gradient) for gradient in gradients]
+            self._pending = [number for order in (2, float("inf"), 0) for number in torch._foreach_norm(wide, order)]
+        else:
+            self._numbers = _on_cpu(gradients)
+
+    def numbers(self) -> Float64Array:
+        """Square sum, largest magnitude, non-zero and non-finite count: shape ``[4, len(gradients)]``."""
+        if self._pending:
+            norms, largest, nonzero = _read(self._pending).reshape(3, -1)
+            self._numbers = np.stack([norms * norms, largest, nonzero, np.zeros_like(norms)])
+        squares, nonzero = self._numbers[0], self._numbers[2]
+        ordinary = (squares < _LARGEST) & ((squares > _SMALLEST) | (nonzero == 0.0))  # False for a NaN
+        if not ordinary.all():
+            for column in np.flatnonzero(~ordinary):
+                self._numbers[:, column] = _careful(self._gradients[int(column)])
+        return self._numbers
 
 
-def gradient_numbers(reductions: Float64Array, gradients: Sequence[Any]) -> Float64Array:
-    """Square sum, largest magnitude, non-zero and non-finite count: shape ``[4, len(gradients)]``.
+class Weights:
+    """Copies of some weights, end to end in one tensor: copying them one by one takes five times as long.
 
     Args:
-        reductions: what :func:`gradient_reductions` gave for these gradients, read.
-        gradients: looked at again where float32 was not good enough.
+        variables: Keras variables.
     """
-    norms, largest, nonzero = reductions
-    found = np.stack([norms**2, largest, nonzero, np.zeros_like(norms)])
-    for column in np.flatnonzero(~((norms < _LARGEST) & ((norms > _SMALLEST) | (largest == 0.0)))):
-        found[:, column] = _careful(gradients[int(column)])
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self._tensors = [variable._value for variable in variables]  # .value takes as long as a copy
+        self.sizes = [tensor.numel() for tensor in self._tensors]
+        self._flat = _flatten_dense_tensors(self._tensors)
+
+    def part(self, index: int) -> Any:
+        """One copy, in its shape."""
+        return self._flat.split(self.sizes)[index].view(self._tensors[index].shape)
+
+    def numbers(self) -> Float64Array:
+        """Square sum of each copy, and of what has been added to its weight since: shape ``[2, len(variables)]``."""
+        flat = _widened(self._flat)
+        update = _widened(_flatten_dense_tensors(self._tensors)) - flat
+        if flat.is_cuda:
+            norms = [norm for each in (flat, update) for norm in torch._foreach_norm(each.split(self.sizes))]
+            return _read(norms).reshape(2, -1) ** 2
+        return np.stack([_square_sums(each.numpy(), self.sizes) for each in (flat, update)])
+
+
+def dense(gradient: Any, shape: Sequence[int]) -> Any:
+    """A dense tensor of the variable's shape."""
+    if gradient.layout != torch.strided:
+        gradient = gradient.to_dense()
+    return gradient if gradient.shape == shape else gradient.expand(shape)
+
+
+def _on_cpu(gradients: Sequence[Any]) -> Float64Array:
+    values = _widened(_flatten_dense_tensors(gradients)).numpy()
+    sizes = [gradient.numel() for gradient in gradients]
+    starts = np.cumsum([0, *sizes[:-1]])
+    found = np.zeros((4, len(sizes)))
+    found[0] = _square_sums(values, sizes)
+    with np.errstate(all="ignore"):
+        found[1] = np.maximum(np.maximum.reduceat(values, starts), -np.minimum.reduceat(values, starts))
+    nonzero = values != 0.0
+    every = np.count_nonzero(nonzero) == len(values)
+    found[2] = sizes if every else np.add.reduceat(nonzero, starts, dtype=np.int64)
     return found
 
 
-def weight_reductions(before: Sequence[Any], after: Sequence[Any]) -> Any:
-    """Norm of each weight and of its update: float64 tensor of shape ``[2, V]``."""
-    before, after = _widened(before), _widened(after)
-    norms = [torch.stack(torch._foreach_norm(each)) for each in (before, torch._foreach_sub(after, before))]
-    return torch.stack(norms).double()
+def _square_sums(values: npt.NDArray[Any], sizes: Sequence[int]) -> npt.NDArray[Any]:
+    """Per stretch, summed pairwise, so that float32 loses nothing; 0 for an empty one."""
+    size = np.array(sizes)
+    starts = np.cumsum(size) - size
+    found = np.zeros(len(size), values.dtype)
+    with np.errstate(all="ignore"):
+        if size.all():
+            return np.add.reduceat(values * values, starts)
+        filled = size > 0  # where a stretch is empty, reduceat gives the entry at its start
+        if filled.any():
+            found[filled] = np.add.reduceat(values * values, starts[filled])
+    return found
+
+
+def _read(scalars: Sequence[Any]) -> Float64Array:
+    """Scalars from the device, at once."""
+    if any(scalar.dtype != scalars[0].dtype for scalar in scalars):
+        scalars = [scalar.double() for scalar in scalars]
+    found: Float64Array = torch.stack(list(scalars)).cpu().numpy().astype(np.float64)
+    return found
+
+
+def _widened(value: Any) -> Any:
+    """float32 at least: the norm of a float16 would be rounded to three digits."""
+    return value if value.dtype in (torch.float32, torch.float64) else value.float()
 
 
 def _careful(gradient: Any) -> list[float]:
     wide = gradient.double()
     finite = torch.isfinite(wide)
     return [float(v) for v in (wide.square().sum(), wide.abs().max(), torch.count_nonzero(wide), (~finite).sum())]
-
-
-def _widened(tensors: Sequence[Any]) -> list[Any]:
-    """float32 at least: the norm of a float16 would be rounded to three digits."""
-    return [t if t.dtype in (torch.float32, torch.float64) else t.float() for t in tensors]

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import torch
 
-from keras_gradwatch.backends.torch_reductions import dense, gradient_numbers, gradient_reductions, weight_reductions
+from keras_gradwatch.backends.torch_reductions import Gradients, Weights, dense
 from keras_gradwatch.capture import KEEP_WEIGHTS_LIMIT, CapturedStep, Patch, optimizers_of, patched
 from keras_gradwatch.stats import REDUCTIONS, statistics_from_reductions
 
@@ -32,30 +32,14 @@ def updates_done(model: Any) -> int | None:
 
 
 @dataclass(slots=True)
-class _Group:
-    """The gradients of one call of an optimizer, and what they reduce to on the device."""
-
-    gradients: list[Any]
-    reductions: Any
-
-
-@dataclass(slots=True)
-class _Entry:
-    """One variable in the step being run: its weight before the step, and where its last gradient went."""
-
-    variable: Any
-    before: Any
-    connected: bool = False
-    group: int = -1
-    column: int = -1
-
-
-@dataclass(slots=True)
 class _Sink:
-    """What the optimizers and the loss of one running step handed over."""
+    """What the optimizers and the loss of one running step handed over. A variable has the row in which it came."""
 
-    entries: dict[int, _Entry] = field(default_factory=dict)
-    groups: list[_Group] = field(default_factory=list)
+    rows: dict[int, int] = field(default_factory=dict)
+    variables: list[Any] = field(default_factory=list)
+    connected: list[bool] = field(default_factory=list)
+    weights: list[Weights] = field(default_factory=list)
+    gradients: list[tuple[list[int], Gradients]] = field(default_factory=list)
     tracked_loss: Any = None
     computed_losses: list[Any] = field(default_factory=list)
     failed: bool = False
@@ -66,6 +50,16 @@ class _Sink:
         if self.tracked_loss is not None or len(self.computed_losses) != 1:
             return self.tracked_loss
         return self.computed_losses[0]
+
+    def hold(self, variables: Sequence[Any]) -> None:
+        """Keep the weights that are not kept yet as they are now."""
+        new = [variable for variable in variables if id(variable) not in self.rows]
+        if not new:
+            return
+        self.rows.update({id(variable): len(self.variables) + k for k, variable in enumerate(new)})
+        self.variables += new
+        self.connected += [False] * len(new)
+        self.weights.append(Weights(new))
 
 
 class TrackedStep:
@@ -113,14 +107,13 @@ class TrackedStep:
 
     def _read(self, sink: _Sink, batch: Any) -> Any:
         """Run a compiled step, then read what it left in ``.grad``, and the loss from what the tracker has added."""
-        optimizer, tracker = self._model.optimizer, self._model._loss_tracker
-        variables = list(self._model.trainable_variables)
-        before = {id(variable): _copy(variable) for variable in variables}
-        scale = _scale_of(optimizer)
-        told = _told(tracker)
+        variables, tracker = list(filter(_is_measurable, self._model.trainable_variables)), self._model._loss_tracker
+        with _unharmed(sink):
+            sink.hold(variables)
+        scale, told = _scale_of(self._model.optimizer), _told(tracker)
         logs = self._function([batch])
         with _unharmed(sink):
-            _collect(sink, scale, [variable.value.grad for variable in variables], variables, before)
+            _collect(sink, scale, [variable.value.grad for variable in variables], variables)
             total, count = (now - then for now, then in zip(_told(tracker), told, strict=True))
             sink.tracked_loss = torch.tensor(total / count) if count else None
         return logs
@@ -175,63 +168,58 @@ def _unharmed(sink: _Sink) -> Iterator[None]:
         warnings.warn(f"{message} Training goes on, its gradients are not tracked.", RuntimeWarning, stacklevel=2)
 
 
-def _collect(
-    sink: _Sink, scale: Any, gradients: Sequence[Any], variables: Sequence[Any], before: dict[int, Any] | None = None
-) -> None:
+def _collect(sink: _Sink, scale: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """Note what an optimizer is about to apply, with the loss scale divided out.
 
     Reduced at once, since what comes after may write into the gradients or the weights.
     """
-    group: list[Any] = []
-    for gradient, variable in zip(gradients, variables, strict=True):
-        if "float" not in variable.dtype or getattr(variable, "overwrite_with_gradient", False):
-            continue  # float8 bookkeeping: what arrives as its gradient is its new value
-        if id(variable) not in sink.entries:
-            sink.entries[id(variable)] = _Entry(variable, before[id(variable)] if before else _copy(variable))
-        entry = sink.entries[id(variable)]
-        entry.connected, entry.group, entry.column = gradient is not None, -1, -1
+    pairs = [(v, g) for v, g in zip(variables, gradients, strict=True) if _is_measurable(v)]
+    sink.hold([variable for variable, _ in pairs])
+    rows, group = [], []
+    for variable, gradient in pairs:
+        row = sink.rows[id(variable)]
+        sink.connected[row] = gradient is not None
         if gradient is not None and gradient.numel():
-            entry.group, entry.column = len(sink.groups), len(group)
-            unscaled = gradient.detach() if scale is None else gradient.detach() / scale.to(gradient.dtype)
-            group.append(dense(unscaled, variable))
+            unscaled = gradient if scale is None else gradient / scale.to(gradient.dtype)
+            rows.append(row)
+            group.append(dense(unscaled, variable._value.shape))
     if group:
-        sink.groups.append(_Group(group, gradient_reductions(group)))
+        sink.gradients.append((rows, Gradients(group)))
+
+
+def _is_measurable(variable: Any) -> bool:
+    """Not float8 bookkeeping: what arrives as the gradient of that is its new value."""
+    return variable._value.is_floating_point() and not getattr(variable, "overwrite_with_gradient", False)
 
 
 def _captured(sink: _Sink, batch: Any) -> CapturedStep:
-    """What was seen of a step that has run. Everything is read from the device at once."""
-    entries, loss = list(sink.entries.values()), sink.loss
-    parts = [group.reductions.reshape(-1) for group in sink.groups]
-    if entries:
-        after = [entry.variable.value.detach() for entry in entries]
-        parts.append(weight_reductions([entry.before for entry in entries], after).reshape(-1))
-    if loss is not None:
-        parts.append(torch.as_tensor(loss).detach().double().mean().reshape(1).to(parts[0].device if parts else "cpu"))
-    numbers = torch.cat(parts).cpu().numpy() if parts else np.zeros(0)
-    table = np.zeros((len(REDUCTIONS), len(entries)))
-    columns, start = [], 0
-    for group in sink.groups:
-        stop = start + 3 * len(group.gradients)
-        columns.append(gradient_numbers(numbers[start:stop].reshape(3, -1), group.gradients))
-        start = stop
-    for row, entry in enumerate(entries):
-        if entry.group >= 0:
-            table[:4, row] = columns[entry.group][:, entry.column]
-    if entries:
-        table[4:] = numbers[start : start + 2 * len(entries)].reshape(2, -1) ** 2
-    sizes = [int(np.prod(entry.variable.shape, dtype=np.int64)) for entry in entries]
-    connected = tuple(entry.connected for entry in entries)
+    """What was seen of a step that has run."""
+    table, loss = np.zeros((len(REDUCTIONS), len(sink.variables))), sink.loss
+    for rows, gradients in sink.gradients:
+        table[:4, rows] = gradients.numbers()
+    if sink.weights:
+        table[4:] = np.concatenate([weights.numbers() for weights in sink.weights], axis=1)
+    sizes = [size for weights in sink.weights for size in weights.sizes]
     keep = 0 < sum(sizes) <= KEEP_WEIGHTS_LIMIT
     return CapturedStep(
-        variables=tuple(entry.variable for entry in entries),
-        statistics=statistics_from_reductions(table, sizes, connected), connected=connected,
-        loss=None if loss is None else float(numbers[-1]),
-        previous_weights=[entry.before for entry in entries] if keep else None, batch=batch,
+        variables=tuple(sink.variables), statistics=statistics_from_reductions(table, sizes, sink.connected),
+        connected=tuple(sink.connected), loss=None if loss is None else float(torch.as_tensor(loss).mean()),
+        previous_weights=_Copies(sink.weights) if keep else None, batch=batch,
     )  # fmt: skip
 
 
-def _copy(variable: Any) -> Any:
-    return variable.value.detach().clone()
+class _Copies(Sequence[Any]):
+    """The weights from before a step, cut out of what holds them when somebody asks."""
+
+    def __init__(self, weights: Sequence[Weights]) -> None:
+        self._places = [(each, k) for each in weights for k in range(len(each.sizes))]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        weights, place = self._places[index]
+        return weights.part(place)
 
 
 def _scale_of(optimizer: Any) -> Any:
