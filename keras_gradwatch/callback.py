@@ -84,7 +84,7 @@ class GradWatch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships 
 
     @property
     def history(self) -> pd.DataFrame:
-        """Everything measured so far: one row per (step, tensor), columns as in ``docs/history.md``."""
+        """Everything measured so far, one row per (step, tensor), with the columns of ``docs/history.md``."""
         return self._run.frame()
 
     def to_frame(self) -> pd.DataFrame:
@@ -93,7 +93,7 @@ class GradWatch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships 
 
     @property
     def findings(self) -> pd.DataFrame:
-        """What was found so far: one row per finding with layer, tensor, steps, severity, message and advice."""
+        """What was found so far, one row per finding with layer, tensor, steps, severity, message and advice."""
         return self._run.findings_frame()
 
     @property

@@ -11,7 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from keras_gradwatch.records import CheckResult
-from keras_gradwatch.summary import MOST_ROWS, VERDICT_MARKS, render_check
+from keras_gradwatch.summary import MOST_ROWS, VERDICT_MARKS, render_check, rounding_of
 from keras_gradwatch.words import WIDTH, short
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _STYLES = (
     (r"^\s*✗ \S+", "bold red"),
     (r"^\s*! \S+", "bold yellow"),
-    (r"^\s*✓( no findings| ok\b)?", "bold green"),
+    (r"^\s*✓( no findings| ok\b| passed)?", "bold green"),
     (r"^\s*\?", "bold magenta"),
     (r"^\s*(try|note):", "bold cyan"),
     (r"(since step|steps?) [\d,–]+$", "dim"),
@@ -148,7 +148,7 @@ def _table(result: CheckResult) -> Table:
         table.add_column(column, justify="right")
     for check in result.checks:
         style = _TABLE_STYLES.get(VERDICT_MARKS[check.verdict], "")
-        numbers = (check.error, check.bar, check.rounding_error)
+        numbers = (check.error, check.bar, rounding_of(check))
         cells = (VERDICT_MARKS[check.verdict], short(check.tensor), check.verdict)
         table.add_row(
             *(Text(cell, style) for cell in cells), *("–" if math.isnan(value) else f"{value:.1e}" for value in numbers)

@@ -30,7 +30,7 @@ def compute_gradient(
     Args:
         f: takes ``len(x)`` tensors and returns one float or complex tensor ``y`` of any shape.
         x: its arguments: a list or tuple of float or complex arrays of any shapes.
-        delta: difference step, absolute. Default: chosen per entry, 1e-6 · max(1, |x|) in float64.
+        delta: difference step, absolute. Default: chosen per entry, ``1e-6 · max(1, |x|)`` in float64.
 
     Returns:
         Two lists with one 2-D array per argument, of shape ``[y.size, x.size]`` (a complex number counts as two reals):

@@ -11,7 +11,17 @@ from html import escape
 
 from keras_gradwatch.account import Account
 from keras_gradwatch.records import VERDICTS, CheckResult, Finding, TensorCheck, TensorInfo
-from keras_gradwatch.summary import ASLEEP, VERDICT_MARKS, certified, check_facts, check_mark, culprit_words, why
+from keras_gradwatch.summary import (
+    ASLEEP,
+    VERDICT_MARKS,
+    certified,
+    check_facts,
+    check_mark,
+    check_word,
+    culprit_words,
+    rounding_of,
+    why,
+)
 from keras_gradwatch.words import MARKS, MEANINGS, plain, short
 
 _MOST_FINDINGS = 12
@@ -39,7 +49,7 @@ def check_html(result: CheckResult) -> str:
     """
     culprits = [culprit for culprit in result.culprits if culprit.kind != "cut"]
     mark, state = check_mark(result), _STATES[check_mark(result)]
-    title, answer = result.verdict, certified(result)
+    title, answer = check_word(result), certified(result)
     if culprits:
         first = culprits[0]
         title += f": {plain(first.layer)}" + (f" ({plain(first.layer_class)})" if first.layer_class else "")
@@ -114,7 +124,7 @@ def _row(info: TensorInfo, check: TensorCheck) -> str:
         (f"{short(info.layer)} ({info.layer_class})" if info.layer_class else short(info.layer), ""),
         (check.verdict, strong),
     ]  # fmt: skip
-    cells += [(_number(value), "text-align: right;") for value in (check.error, check.bar, check.rounding_error)]
+    cells += [(_number(value), "text-align: right;") for value in (check.error, check.bar, rounding_of(check))]
     reason = "" if check.verdict == "ok" else plain(why(check))[:300]
     cells.append((reason, "white-space: normal; min-width: 14em;" if reason else ""))
     inner = "".join(f'<td style="{_CELL} text-align: left; {style}">{escape(text)}</td>' for text, style in cells)

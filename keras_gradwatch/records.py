@@ -119,7 +119,7 @@ class TensorCheck:
     Attributes:
         tensor: ``variable.path`` or the input's name, as in :class:`TensorInfo`.
         verdict: one of :data:`VERDICTS`.
-        error: |analytic − numeric|, float64.
+        error: ``|analytic − numeric|``, float64.
         bar: error bar of ``error``: the smallest relative error this check could have seen.
         rounding_error: ‖training-dtype gradient − float64 gradient‖ / ‖float64 gradient‖.
         factor: analytic / numeric slope along the gradient, NaN when it means nothing.

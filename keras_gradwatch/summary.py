@@ -15,9 +15,11 @@ __all__ = [
     "certified",
     "check_facts",
     "check_mark",
+    "check_word",
     "culprit_words",
     "factor_words",
     "render_check",
+    "rounding_of",
     "summarize",
     "why",
 ]
@@ -107,7 +109,7 @@ def render_check(result: CheckResult, *, table: bool = True) -> str:
         The verdict; the culprits; a line for each tensor that is not plainly right, with the reason; a table of all, up
         to 40 tensors. Plain text of lines up to 100 columns, no newline at the end.
     """
-    lines = wrapped(" · ".join(check_facts(result)), first=f"{check_mark(result)} {result.verdict}   ", rest="    ")
+    lines = wrapped(" · ".join(check_facts(result)), first=f"{check_mark(result)} {check_word(result)}   ", rest="    ")
     lines += [] if result.awake else wrapped(ASLEEP, first="  ? ", rest="    ")
     for culprit in result.culprits:
         lines += wrapped(culprit_words(culprit), first="  ✗ " if culprit.kind != "cut" else "  · ", rest="    ")
@@ -121,6 +123,16 @@ def check_mark(result: CheckResult) -> str:
     """The sign of a check's verdict: ``"✓"``, ``"?"`` or ``"✗"``."""
     mark = VERDICT_MARKS[result.verdict]
     return "✓" if mark == "·" else mark
+
+
+def check_word(result: CheckResult) -> str:
+    """The verdict in a word; ``"passed"`` where it is no fault and not plainly ``"ok"``: some gradient is zero, say."""
+    return "passed" if check_mark(result) == "✓" and result.verdict != "ok" else result.verdict
+
+
+def rounding_of(check: TensorCheck) -> float:
+    """The rounding error; NaN for a gradient that is zero, to which nothing can be compared."""
+    return math.nan if check.verdict == "zero" else check.rounding_error
 
 
 def check_facts(result: CheckResult) -> list[str]:
@@ -301,7 +313,7 @@ def _table(checks: Sequence[TensorCheck]) -> list[str]:
     width = max(len("tensor"), *(len(short(check.tensor)) for check in checks))
     lines = [f"  {'':1} {'tensor':<{width}}  {'verdict':<12}  {'error':>7}  {'bar':>7}  rounding"]
     for check in checks:
-        numbers = f"{check.error:>7.1e}  {check.bar:>7.1e}  {check.rounding_error:>8.1e}"
+        numbers = f"{check.error:>7.1e}  {check.bar:>7.1e}  {rounding_of(check):>8.1e}"
         mark, name = VERDICT_MARKS[check.verdict], short(check.tensor)
         lines.append(f"  {mark} {name:<{width}}  {check.verdict:<12}  {numbers.replace('nan', '  –')}")
     return lines
