@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _STYLES = (
     (r"^\s*✗ \S+", "bold red"),
     (r"^\s*! \S+", "bold yellow"),
-    (r"^\s*✓( no findings| ok\b| passed)?", "bold green"),
+    (r"^\s*✓( no findings| ok\b| \w+: no fault)?", "bold green"),
     (r"^\s*\?", "bold magenta"),
     (r"^\s*(try|note):", "bold cyan"),
     (r"(since step|steps?) [\d,–]+$", "dim"),

@@ -54,7 +54,7 @@ def check_html(result: CheckResult) -> str:
         first = culprits[0]
         title += f": {plain(first.layer)}" + (f" ({plain(first.layer_class)})" if first.layer_class else "")
     elif mark == "✓":
-        title += ": the gradients are the slopes of the loss"
+        title += f"{',' if ':' in title else ':'} the gradients are the slopes of the loss"
     parts = [_banner(state, mark, title, answer, " · ".join(check_facts(result)))]
     parts += [] if result.awake else [_box("warning", escape(ASLEEP))]
     parts += [_box("info" if c.kind == "cut" else "error", escape(plain(culprit_words(c)))) for c in result.culprits]

@@ -126,8 +126,8 @@ def check_mark(result: CheckResult) -> str:
 
 
 def check_word(result: CheckResult) -> str:
-    """The verdict in a word; ``"passed"`` where it is no fault and not plainly ``"ok"``: some gradient is zero, say."""
-    return "passed" if check_mark(result) == "✓" and result.verdict != "ok" else result.verdict
+    """The verdict, and that it is no fault where the word alone, such as ``"zero"``, could be taken for one."""
+    return f"{result.verdict}: no fault" if check_mark(result) == "✓" and result.verdict != "ok" else result.verdict
 
 
 def rounding_of(check: TensorCheck) -> float:

@@ -244,8 +244,9 @@ def test_passed_check() -> None:
     [("ok", "✓"), ("kink", "✓"), ("zero", "✓"), ("declared", "✓"), ("inconclusive", "?"), ("imprecise", "✗")],
 )
 def test_mark_of_the_whole_check(verdict: str, mark: str) -> None:
-    """What is no fault passes, doubt is a question, a fault is a fault."""
-    assert render_check(check({"dense/bias": verdict})).startswith(f"{mark} {verdict}   ")
+    """What is no fault passes and says so, doubt is a question, a fault is a fault."""
+    no_fault = ": no fault" if verdict in ("kink", "zero", "declared") else ""
+    assert render_check(check({"dense/bias": verdict})).startswith(f"{mark} {verdict}{no_fault}   ")
 
 
 def test_missing_numbers_are_dashes() -> None:
