@@ -60,7 +60,8 @@ class Weights:
     def __init__(self, variables: Sequence[Any]) -> None:
         self._tensors = [variable._value for variable in variables]  # .value takes as long as a copy
         self.sizes = [tensor.numel() for tensor in self._tensors]
-        self._flat = _flatten_dense_tensors(self._tensors)
+        flat = _flatten_dense_tensors(self._tensors)
+        self._flat = flat.clone() if len(self._tensors) == 1 else flat  # a single tensor is not copied
 
     def part(self, index: int) -> Any:
         """One copy, in its shape."""
