@@ -100,6 +100,29 @@ class Patch:
     replacement: Any
 
 
+class Call:
+    """One call of Keras' train function. A backend whose steps take more than batches has its own.
+
+    Attributes:
+        source: where the batches come from.
+    """
+
+    def __init__(self, model: Any, source: Any) -> None:
+        self.source = source
+
+    def run(self, function: Callable[..., Any], source: Any) -> Any:
+        """Run a train function on batches, and give back its logs."""
+        return function(source)
+
+    def returns(self, logs: Any) -> Any:
+        """What the call gives back to Keras."""
+        return logs
+
+    def present(self) -> contextlib.AbstractContextManager[None]:
+        """While open, the model's variables hold their values of now, and what is assigned to them counts."""
+        return contextlib.nullcontext()
+
+
 class Capture:
     """A listener's place in the training of one model. Several may watch the same model.
 
@@ -185,62 +208,70 @@ class _Dispatcher:
         if self.model.train_function is self:
             self.model.train_function = self._original
 
-    def __call__(self, iterator: Any) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         """One call of Keras' train function: one step, or a block of ``steps_per_execution`` of them."""
         orphaned = [capture for capture in self._captures if capture.take_orphaned()]
         if orphaned:
             self._keep([capture for capture in self._captures if capture not in orphaned])
         if not self._captures:
-            return self._original(iterator)
+            return self._original(*arguments)
+        call: Call = self._backend.Call(self.model, *arguments)
         count = int(self.model.steps_per_execution)
         plan = [_Plan.of(self._captures, offset) for offset in range(1, count + 1)]
         if any(one.track or one.batch for one in plan):
-            return self._run_one_by_one(iterator, plan)
-        return self._run_untouched(iterator, plan)
+            return call.returns(self._run_one_by_one(call, plan))
+        return call.returns(self._run_untouched(call, plan))
 
-    def _run_untouched(self, iterator: Any, plan: Sequence[_Plan]) -> Any:
+    def _run_untouched(self, call: Call, plan: Sequence[_Plan]) -> Any:
         """The user's own function; the data may end before the block does."""
-        updates_before = self._backend.updates_done(self.model) if len(plan) > 1 else None
-        logs = self._original(iterator)
-        ran = len(plan) if updates_before is None else self._backend.updates_done(self.model) - updates_before
+        updates_before = self._updates_done(call) if len(plan) > 1 else None
+        logs = call.run(self._original, call.source)
+        ran = len(plan) if updates_before is None else self._updates_done(call) - updates_before
         for one in plan[:ran]:
-            self._announce(one, None)
+            self._announce(call, one, None)
         return logs
 
-    def _run_one_by_one(self, iterator: Any, plan: Sequence[_Plan]) -> Any:
+    def _updates_done(self, call: Call) -> Any:
+        with call.present():
+            return self._backend.updates_done(self.model)
+
+    def _run_one_by_one(self, call: Call, plan: Sequence[_Plan]) -> Any:
         """Each step of the block by itself, on a batch pulled when its turn comes; ends with the data or a stop."""
         logs = None
         for one in plan:
             try:
-                logs, captured = self._run_one(iterator, one)
+                logs, captured = self._run_one(call, one)
             except self._backend.END_OF_DATA:
                 if logs is None:
                     raise
                 break
-            self._announce(one, captured)
+            self._announce(call, one, captured)
             if self.model.stop_training:
                 break
         return logs
 
-    def _run_one(self, iterator: Any, plan: _Plan) -> tuple[Any, CapturedStep | None]:
+    def _run_one(self, call: Call, plan: _Plan) -> tuple[Any, CapturedStep | None]:
         in_graph = plan.track and not plan.batch and self.model.steps_per_execution == 1
-        source = iterator if in_graph else [next(iter(iterator))]  # torch gives a list of one batch
+        source = call.source if in_graph else [next(iter(call.source))]  # torch gives a list of one batch
         if plan.batch:
             seen = self._backend.as_seen(source[0])
-            for capture, request in plan.requests:
-                if request.batch:
-                    capture.listener.before_step(capture.steps_seen + 1, seen)
+            with call.present():
+                for capture, request in plan.requests:
+                    if request.batch:
+                        capture.listener.before_step(capture.steps_seen + 1, seen)
         if not plan.track:
-            return self._original(source), None
+            return call.run(self._original, source), None
         if self._tracked is None:
-            self._tracked = self._backend.TrackedStep(self.model, self._original)
-        result: tuple[Any, CapturedStep] = self._tracked.run(source)
+            with call.present():
+                self._tracked = self._backend.TrackedStep(self.model, self._original)
+        result: tuple[Any, CapturedStep] = self._tracked.run(call, source)
         return result
 
-    def _announce(self, plan: _Plan, captured: CapturedStep | None) -> None:
+    def _announce(self, call: Call, plan: _Plan, captured: CapturedStep | None) -> None:
         self.steps += 1
-        for capture, request in plan.requests:
-            capture.listener.after_step(capture.steps_seen, captured if request.track else None)
+        with call.present():
+            for capture, request in plan.requests:
+                capture.listener.after_step(capture.steps_seen, captured if request.track else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from keras_gradwatch.backends import program_backend
+
 _LOCK = threading.RLock()
 
 
@@ -109,6 +111,8 @@ def _draw_in_float32(stack: ExitStack) -> None:
     """Let random functions draw in float32 and cast, so that float64 sees the very masks the training step saw."""
     from keras.src.backend import random as backend_random
 
+    in_float32 = program_backend().in_float32
+
     def drawing(name: str, spread: Callable[[Any, Any], Any]) -> None:
         original = getattr(backend_random, name)
         standard = inspect.signature(original).parameters
@@ -122,7 +126,9 @@ def _draw_in_float32(stack: ExitStack) -> None:
             settings = dict(zip((first, second), args, strict=False)) | kwargs
             low = settings.get(first, standard[first].default)
             high = settings.get(second, standard[second].default)
-            unit = keras.ops.cast(original(shape, dtype="float32", seed=seed), "float64")
+            with in_float32():
+                unit = original(shape, dtype="float32", seed=seed)
+            unit = keras.ops.cast(unit, "float64")
             return keras.ops.cast(low + spread(low, high) * unit, dtype or "float64")
 
         stack.callback(setattr, backend_random, name, original)
@@ -137,7 +143,8 @@ def _draw_in_float32(stack: ExitStack) -> None:
         import keras
 
         # ones_like, since torch draws in the order in which the input lies in memory.
-        kept = dropout(keras.ops.ones_like(inputs, dtype="float32"), rate, noise_shape, seed)
+        with in_float32():
+            kept = dropout(keras.ops.ones_like(inputs, dtype="float32"), rate, noise_shape, seed)
         scale = 1.0 / (1.0 - rate) if rate < 1.0 else 0.0
         return keras.ops.where(keras.ops.not_equal(kept, 0.0), inputs * scale, keras.ops.zeros_like(inputs))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-_SUPPORTED = ("tensorflow", "torch")
+_SUPPORTED = ("tensorflow", "jax", "torch")
 
 
 def program_backend() -> ModuleType:

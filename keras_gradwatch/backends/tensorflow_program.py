@@ -36,7 +36,7 @@ from keras_gradwatch.backends.tensorflow_graph import (
 from keras_gradwatch.backends.tensorflow_point import Line, Point, Traced, fetches
 from keras_gradwatch.records import Float64Array
 
-__all__ = ["LayerCall", "Line", "Parts", "Point", "Program", "Traced", "location_of"]
+__all__ = ["LayerCall", "Line", "Parts", "Point", "Program", "Traced", "in_float32", "location_of"]
 
 #: Operations with float outputs and no gradient. ``Sign`` has one: zero.
 _CUTTING_OPS = frozenset({"StopGradient", "Round", "Floor", "Ceil", "Rint", "ArgMax", "ArgMin", "OneHot"})
@@ -316,6 +316,11 @@ class Program:
     def _call_of(self, op: Any) -> LayerCall | None:
         index = self._call_index(op)
         return None if index == OUTSIDE else self.calls[index]
+
+
+def in_float32() -> AbstractContextManager[None]:
+    """Random functions draw inside as they do in training: nothing needs to be done for it here."""
+    return nullcontext()
 
 
 def location_of(error: BaseException) -> str:

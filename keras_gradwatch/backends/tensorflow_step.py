@@ -14,9 +14,11 @@ import numpy as np
 import tensorflow as tf
 
 from keras_gradwatch.backends.tensorflow_reductions import dense_or_compact, gradient_reductions, weight_reductions
-from keras_gradwatch.capture import KEEP_WEIGHTS_LIMIT, CapturedStep, Patch, optimizers_of, patched
+from keras_gradwatch.capture import KEEP_WEIGHTS_LIMIT, Call, CapturedStep, Patch, optimizers_of, patched
 from keras_gradwatch.records import Float64Array
 from keras_gradwatch.stats import REDUCTIONS, statistics_from_reductions
+
+__all__ = ["END_OF_DATA", "Call", "TrackedStep", "as_seen", "updates_done"]
 
 #: What a train function raises when its iterator has no batch left.
 END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
@@ -126,7 +128,7 @@ class TrackedStep:
         self._iterator: Any = None
         self._step_on_iterator: Any = None
 
-    def run(self, source: Any) -> tuple[Any, CapturedStep]:
+    def run(self, call: Call, source: Any) -> tuple[Any, CapturedStep]:
         """One step on the next batch of an iterator, or on the only batch of a list.
 
         An iterator is pulled inside the graph, next to operations that do not wait for it: at the end of the data some

@@ -21,7 +21,7 @@ from keras_gradwatch.backends.torch_graph import Graph, LayerCall, Tape, recordi
 from keras_gradwatch.backends.torch_point import Line, Point, Traced, gradients_of, running
 from keras_gradwatch.records import Float64Array
 
-__all__ = ["LayerCall", "Line", "Parts", "Point", "Program", "Traced", "location_of"]
+__all__ = ["LayerCall", "Line", "Parts", "Point", "Program", "Traced", "in_float32", "location_of"]
 
 #: Index of what lies outside of all layers: the loss.
 OUTSIDE = -1
@@ -310,6 +310,11 @@ class Program:
     def _outputs(self) -> list[tuple[int, int]]:
         """``(call, tap)`` of every exit that is not merely passed on."""
         return [(k, n) for k in self._indices() for n in self._exits(k) if not self._crossings[n].passes_on]
+
+
+def in_float32() -> AbstractContextManager[None]:
+    """Random functions draw inside as they do in training: nothing needs to be done for it here."""
+    return nullcontext()
 
 
 def location_of(error: BaseException) -> str:

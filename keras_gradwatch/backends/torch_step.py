@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from keras_gradwatch.backends.torch_reductions import Gradients, Weights, dense
-from keras_gradwatch.capture import KEEP_WEIGHTS_LIMIT, CapturedStep, Patch, optimizers_of, patched
+from keras_gradwatch.capture import KEEP_WEIGHTS_LIMIT, Call, CapturedStep, Patch, optimizers_of, patched
 from keras_gradwatch.stats import REDUCTIONS, statistics_from_reductions
+
+__all__ = ["END_OF_DATA", "Call", "TrackedStep", "as_seen", "updates_done"]
 
 #: What a train function raises when its iterator has no batch left.
 END_OF_DATA = (StopIteration,)
@@ -80,7 +82,7 @@ class TrackedStep:
         if tracker is not None:
             self._patches.append(Patch(owner=tracker, name="update_state", replacement=self._update_state_of(tracker)))
 
-    def run(self, source: Any) -> tuple[Any, CapturedStep]:
+    def run(self, call: Call, source: Any) -> tuple[Any, CapturedStep]:
         """One step on the only batch of a list.
 
         Returns:
