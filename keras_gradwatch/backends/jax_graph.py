@@ -8,7 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,7 +170,8 @@ def inlined(
 
     def visit(equation: Any, inputs: list[Any]) -> Any:
         if equation.primitive.name in _CALLS:
-            return inlined(_body(equation), inputs, handle)
+            with _place_of(equation):
+                return inlined(_body(equation), inputs, handle)
         return handle(equation, inputs) if handle is not None else None
 
     return evaluate(program, arguments, visit)
@@ -180,10 +181,18 @@ def _bound(equation: Any, inputs: Sequence[Any]) -> list[Any]:
     """One equation, run at the present level of tracing; it keeps its place in the user's code."""
     parameters = equation.primitive.get_bind_params(equation.params)
     functions, parameters = parameters if isinstance(parameters, tuple) else ((), parameters)
-    names = source_info_util.current_name_stack() + equation.source_info.name_stack
-    with source_info_util.user_context(equation.source_info.traceback, name_stack=names), equation.ctx.manager:
+    with _place_of(equation), equation.ctx.manager:
         made = equation.primitive.bind(*functions, *inputs, **parameters)
     return list(made) if equation.primitive.multiple_results else [made]
+
+
+def _place_of(equation: Any) -> AbstractContextManager[None]:
+    """What is traced inside is said to come from the place an equation comes from."""
+    names = source_info_util.current_name_stack() + equation.source_info.name_stack
+    place: AbstractContextManager[None] = source_info_util.user_context(
+        equation.source_info.traceback, name_stack=names
+    )
+    return place
 
 
 def _body(equation: Any) -> ClosedJaxpr:
@@ -312,14 +321,13 @@ def _operations() -> tuple[str, ...]:
 
 
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
-#: Where ``stop_gradient`` itself is written.
-_STOPPING = tuple(os.path.join(_JAX, "_src", name) for name in ("lax/lax", "tree_util", "core", "ad_util", "util"))
 
 
 def _is_of_jax(equation: Any) -> bool:
     """Whether a function of JAX' own called ``stop_gradient``, and not the user or Keras."""
-    callers = (frame.file_name for frame in _frames(equation) if not frame.file_name.startswith(_STOPPING))
-    return next(callers, "").startswith(_JAX)
+    frames = _frames(equation)
+    called = [n for n, f in enumerate(frames) if f.function_name == "stop_gradient" and f.file_name.startswith(_JAX)]
+    return bool(called) and called[0] + 1 < len(frames) and frames[called[0] + 1].file_name.startswith(_JAX)
 
 
 def _frames(equation: Any) -> list[Any]:

@@ -12,8 +12,11 @@ from jax import numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import partial_eval
 
-from keras_gradwatch.backends.jax_graph import Flat, evaluate, in_float64, inlined, program_of
+from keras_gradwatch.backends.jax_graph import Flat, evaluate, in_float64, program_of
 from keras_gradwatch.records import Float64Array
+
+#: What runs the model; the rest is a few sums.
+_OFTEN = frozenset({"point", "along True", "along False"})
 
 #: Points along lines that one compiled call takes at most.
 _MOST_POINTS = 32
@@ -30,16 +33,17 @@ class Traced:
         program: gives the scalar from the moving and the fixed values.
         count: number of moving values.
         wide: whether 64 bits are allowed where the user's own code runs.
+        fast: compiled to run often, rather than to be compiled soon.
     """
 
-    def __init__(self, program: ClosedJaxpr, count: int, *, wide: bool) -> None:
-        self.program, self._count = program, count
+    def __init__(self, program: ClosedJaxpr, count: int, *, wide: bool, fast: bool = True) -> None:
+        self.program, self._count, self._fast = program, count, fast
         avals = [v.aval for v in program.jaxpr.invars]
         self.moving = avals[:count]
         self.sizes = [int(np.prod(aval.shape, dtype=np.int64)) for aval in self.moving]
         with in_float64(wide):
             self._gradient = program_of(_with_gradients(program, count), avals)
-            self.connected = _connected(program, count)
+            self.connected = connected_values(program, count)
             self.flat = Flat(program, count)
         # Compiled on first use, once.
         self._compiled: dict[str, Any] = {}
@@ -88,7 +92,7 @@ class Traced:
     def _run(self, key: str, function: Callable[..., Any], *values: Any) -> Any:
         with in_float64():
             if key not in self._compiled:
-                self._compiled[key] = jax.jit(function)
+                self._compiled[key] = compiled(function, fast=self._fast and key in _OFTEN)
             return self._compiled[key](*values)
 
     def _parts(self, flat: Any) -> list[Any]:
@@ -141,7 +145,8 @@ class Traced:
             def one(k: Any, found: Any) -> Any:
                 pairs = zip(*(self._parts(direction) for direction in directions), strict=True)
                 moved = [
-                    value + (table[k, 0, i] * random + table[k, 1, i] * aligned).reshape(value.shape).astype(value.dtype)
+                    value
+                    + (table[k, 0, i] * random + table[k, 1, i] * aligned).reshape(value.shape).astype(value.dtype)
                     for i, (value, (random, aligned)) in enumerate(zip(moving, pairs, strict=True))
                 ]
                 loss = evaluate(self.flat.program, [*moved, *fixed], held)[0]
@@ -217,6 +222,12 @@ class Line:
         return self._point.traced.losses(self._point, self._directions, coefficients, naive)
 
 
+def compiled(function: Callable[..., Any], *, fast: bool) -> Any:
+    """A function for ``jax.jit``; what runs seldom on a processor is compiled in two thirds of the time."""
+    options = {"xla_backend_optimization_level": 0} if not fast and jax.default_backend() == "cpu" else None
+    return jax.jit(function, compiler_options=options)
+
+
 def _with_gradients(program: ClosedJaxpr, count: int) -> Callable[..., list[Any]]:
     """The scalar and its gradient by each moving value."""
 
@@ -230,7 +241,7 @@ def _with_gradients(program: ClosedJaxpr, count: int) -> Callable[..., list[Any]
     return both
 
 
-def _connected(program: ClosedJaxpr, count: int) -> tuple[bool, ...]:
+def connected_values(program: ClosedJaxpr, count: int) -> tuple[bool, ...]:
     """Per moving value, whether a change of it reaches the loss as a tangent: zero is told from None here.
 
     A hand-written gradient counts as reaching, also where it gives zero: a dropped gradient is wrong, not missing.

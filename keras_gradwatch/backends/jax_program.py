@@ -33,7 +33,7 @@ from keras_gradwatch.backends.jax_graph import (
     program_of,
     recording,
 )
-from keras_gradwatch.backends.jax_point import Line, Point, Traced
+from keras_gradwatch.backends.jax_point import Line, Point, Traced, compiled
 from keras_gradwatch.records import Float64Array
 
 __all__ = ["LayerCall", "Line", "Parts", "Point", "Program", "Traced", "in_float32", "location_of"]
@@ -243,7 +243,7 @@ class Program:
         with in_float64():
             scales = jax.ShapeDtypeStruct((len(exits),), np.dtype("float64"))
             shapes = [*(b.aval for b in borders), *inputs[: self._count], scales, *inputs[self._count :]]
-            traced = Traced(program_of(total, shapes), len(borders) + self._count, wide=True)
+            traced = Traced(program_of(total, shapes), len(borders) + self._count, wide=True, fast=False)
         return Parts(traced, borders, owners, labels, [k for k, _ in outputs], _Norms(exits))
 
     def consumers(self, index: int) -> list[int]:
@@ -285,13 +285,13 @@ class Program:
             return jnp.stack([jnp.stack([_all_finite(group) for group in row]) for row in rows])
 
         with in_float64(self._wide):  # hand-written gradients run here
-            found = np.asarray(jax.jit(flags)(list(moving), list(fixed)))
+            found = np.asarray(compiled(flags, fast=False)(list(moving), list(fixed)))
         return [(k, tuple(bool(flag) for flag in row)) for k, row in zip(indices, found, strict=True)]  # type: ignore[misc]
 
     def _run(self, key: Any, function: Callable[..., Any], *values: Any) -> Any:
         with in_float64():
             if key not in self._compiled:
-                self._compiled[key] = jax.jit(function)
+                self._compiled[key] = compiled(function, fast=False)
             return self._compiled[key](*values)
 
     def _evaluated(self, given: dict[Any, Any], values: list[Any], wanted: list[Any]) -> list[Any]:
