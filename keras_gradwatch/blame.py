@@ -224,6 +224,9 @@ class _NaiveLine:
     def losses(self, coefficients: Any) -> Any:
         return self._line.losses(coefficients, naive=True)
 
+    def entry(self, j: int, index: int) -> float:
+        return float(self._line.entry(j, index))
+
 
 def _bad_rows(value: Any) -> str:
     """Which samples of an array hold NaN or Inf, in words; empty when none does."""

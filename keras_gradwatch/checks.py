@@ -107,6 +107,7 @@ def check_gradients(
     training: bool = True,
     surrogates: Sequence[str] = (),
     seed: int = 0,
+    locate: bool = False,
 ) -> GradientReport:
     """Whether a compiled model's gradients are the slopes of its loss, tensor by tensor, with error bars.
 
@@ -123,6 +124,8 @@ def check_gradients(
         training: call the model in training mode.
         surrogates: names or paths of layers whose backward differs from the forward on purpose.
         seed: of the random directions.
+        locate: also find the worst entries inside wrong tensors (the six nearest the loss): about 100 losses each, in
+            ``report.result.evidence``.
 
     Returns:
         The report; ``report.ok`` is True only when every tensor was certified.
@@ -139,10 +142,10 @@ def check_gradients(
     batch = arrays_of(batch_of((x, y, sample_weight)))
     prepare_model(model, batch)
     checker = Checker(model, training=training, surrogates=surrogates, wrt=wrt)
-    return GradientReport(checker.check(batch, seed=seed))
+    return GradientReport(checker.check(batch, seed=seed, locate=locate))
 
 
-def check_layer(layer: Any, x: Any, *, training: bool = True, seed: int = 0) -> GradientReport:
+def check_layer(layer: Any, x: Any, *, training: bool = True, seed: int = 0, locate: bool = False) -> GradientReport:
     """Whether one layer's backward pass is right, with respect to its weights and its float inputs.
 
     Args:
@@ -152,6 +155,7 @@ def check_layer(layer: Any, x: Any, *, training: bool = True, seed: int = 0) -> 
             standard normal data are drawn (``None`` becomes 4).
         training: call the layer in training mode.
         seed: of data, cotangent and directions.
+        locate: also find the worst entries inside wrong tensors, as in :func:`check_gradients`.
 
     Returns:
         The report, one row per weight and input.
@@ -170,7 +174,7 @@ def check_layer(layer: Any, x: Any, *, training: bool = True, seed: int = 0) -> 
     batch = arrays_of(Batch(data))
     prepare_layer(layer, batch)
     subject = layer_subject(layer, batch, training=training, seed=seed)
-    return GradientReport(Checker(layer, subject=subject).check(batch, seed=seed))
+    return GradientReport(Checker(layer, subject=subject).check(batch, seed=seed, locate=locate))
 
 
 class Checker:
@@ -203,7 +207,9 @@ class Checker:
         self._calm: set[Any] = set()
         self._compiled = True if subject is not None else trains_compiled_loss(root)
 
-    def check(self, batch: Batch, *, seed: int = 0, weights: Sequence[Any] | None = None) -> CheckResult:
+    def check(
+        self, batch: Batch, *, seed: int = 0, weights: Sequence[Any] | None = None, locate: bool = False
+    ) -> CheckResult:
         """One check of the gradients on a batch (at other weights than the present ones if given)."""
         if not self._compiled and not has_loss(self.root):
             weights_only = tuple(info for info, _ in describe_weights(self.root))
@@ -217,7 +223,7 @@ class Checker:
         rests = batch.signature in self._calm
         question = Question(
             subject=subject, shadow=shadow, training=training, wrt=self.wrt, surrogates=self.surrogates,
-            settings=settings, seed=seed, rounding=not rests,
+            settings=settings, seed=seed, rounding=not rests, locate=locate,
         )  # fmt: skip
         result = Answer(question, subject.values(batch, weights)).result()
         self._passed.add(batch.signature)

@@ -136,6 +136,34 @@ class TensorCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """A slope of a wrong tensor as its gradient has it, beside the measured one. Units: loss per unit of the tensor.
+
+    Attributes:
+        tensor: ``variable.path``, or the name of an input or argument.
+        along: which slope: of a ``"random"`` direction (entries of about 1), of the unit ``"gradient"`` direction, of
+            ``"projection 2"``, or of an entry such as ``"[3, 5]"``.
+        analytic, numeric: by backpropagation, by central differences.
+        bar: error bar of their difference.
+        delta: difference step, in units of the tensor.
+        dtype: in which they were computed.
+    """
+
+    tensor: str
+    along: str
+    analytic: float
+    numeric: float
+    bar: float
+    delta: float
+    dtype: str = "float64"
+
+    @property
+    def error(self) -> float:
+        """|analytic − numeric|."""
+        return abs(self.analytic - self.numeric)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
     """One gradient check of a whole model (or layer).
 
@@ -147,6 +175,7 @@ class CheckResult:
         evaluations: number of loss evaluations spent.
         awake: the negative control: an error of 1 % planted in any certified tensor would have been seen.
         notes: remarks about the run as a whole, such as a train_step whose loss is not the compiled loss.
+        evidence: single slopes of wrong tensors, where they were asked for.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -156,6 +185,7 @@ class CheckResult:
     evaluations: int = 0
     awake: bool = True
     notes: tuple[str, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
 
     @property
     def verdict(self) -> str:

@@ -77,6 +77,9 @@ class Line(Protocol):
     def losses(self, coefficients: Float64Array) -> Float64Array:
         """Losses at ``base + c[0] · random + c[1] · aligned``; coefficients ``[K, 2, T]``, result ``[K]``."""
 
+    def entry(self, j: int, index: int) -> float:
+        """The random direction's value at one flat entry of tensor ``j``."""
+
 
 class Problem(Protocol):
     """A scalar loss around a base point, as a function of ``T`` tensors."""

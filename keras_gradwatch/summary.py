@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from keras_gradwatch.records import FINDINGS, VERDICTS, CheckResult, Finding, TensorCheck, TensorInfo
+from keras_gradwatch.records import FINDINGS, VERDICTS, CheckResult, Evidence, Finding, TensorCheck, TensorInfo
 from keras_gradwatch.signals import layers_of
 from keras_gradwatch.words import WIDTH, counted, culprit_words, factor_words, folded, number, plain, short, wrapped
 
@@ -17,6 +17,7 @@ __all__ = [
     "check_mark",
     "check_word",
     "culprit_words",
+    "evidence_lines",
     "factor_words",
     "render_check",
     "rounding_of",
@@ -107,7 +108,8 @@ def render_check(result: CheckResult, *, table: bool = True) -> str:
 
     Returns:
         The verdict; the culprits; a line for each tensor that is not plainly right, with the reason; a table of all, up
-        to 40 tensors. Plain text of lines up to 100 columns, no newline at the end.
+        to 40 tensors; single slopes of wrong tensors, where there are any. Plain text of lines up to 100 columns (but
+        for that last table), no newline at the end.
     """
     lines = wrapped(" · ".join(check_facts(result)), first=f"{check_mark(result)} {check_word(result)}   ", rest="    ")
     lines += [] if result.awake else wrapped(ASLEEP, first="  ? ", rest="    ")
@@ -116,6 +118,7 @@ def render_check(result: CheckResult, *, table: bool = True) -> str:
     lines += _reason_lines(result.checks)
     if table and len(result.checks) <= MOST_ROWS:
         lines += _table(result.checks)
+    lines += evidence_lines(result.evidence)
     return "\n".join(lines + [line for note in result.notes for line in wrapped(note, first="note: ", rest="      ")])
 
 
@@ -153,6 +156,31 @@ def why(check: TensorCheck) -> str:
     """Why a tensor is not plainly right."""
     factor = [factor_words(check.factor)] if check.verdict == "mismatch" and not math.isnan(check.factor) else []
     return "; ".join([*factor, *([check.reason] if check.reason else [])]) or _MEANINGS[check.verdict]
+
+
+def evidence_lines(evidence: Sequence[Evidence]) -> list[str]:
+    """Single slopes, analytic beside numeric, as an aligned table; no lines when there are none.
+
+    Args:
+        evidence: the slopes.
+
+    Returns:
+        A line of headings and one per slope: tensor, entry or direction, analytic, numeric, error, bar, delta, dtype.
+    """
+    if not evidence:
+        return []
+    headings = ("tensor", "along", "analytic", "numeric", "error", "bar", "delta", "dtype")
+    rows = [
+        (short(e.tensor, 24), e.along, f"{e.analytic:.4e}", f"{e.numeric:.4e}", f"{e.error:.1e}", f"{e.bar:.0e}",
+         f"{e.delta:.0e}", e.dtype)
+        for e in evidence
+    ]  # fmt: skip
+    widths = [max(len(row[k]) for row in (headings, *rows)) for k in range(len(headings))]
+    left = (0, 1, 7)
+    return [
+        "  " + "  ".join(f"{cell:{'<' if k in left else '>'}{widths[k]}}" for k, cell in enumerate(row)).rstrip()
+        for row in (headings, *rows)
+    ]
 
 
 def _headline(steps: int, tensors: Sequence[TensorInfo], num_checks: int, cost_share: float) -> str:

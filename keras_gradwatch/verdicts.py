@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from keras_gradwatch.blame import Blame
 from keras_gradwatch.check import CheckSettings, Line, Outcome, Part, Problem, blank_outcome, check_problem
+from keras_gradwatch.places import Place, locate
 from keras_gradwatch.probe import Subject
 from keras_gradwatch.records import CheckResult, Culprit, Float64Array, TensorCheck
 
@@ -29,6 +30,9 @@ _IDLE = 1e-6
 
 #: A wrong tensor whose bar is wider than this was judged with long steps. A usual bar is 1e-6…1e-5. Our choice.
 _FAINT = 1e-4
+
+#: Wrong tensors, nearest the loss, in which single entries are looked for: about 100 losses each.
+_LOCATED = 6
 
 
 class PointProblem:
@@ -68,6 +72,7 @@ class Question:
         settings: numbers behind the verdicts.
         seed: of the directions.
         rounding: compare with the gradient in the training dtype, too: a third of what a healthy later check costs.
+        locate: find the entries that are wrong inside a wrong tensor.
     """
 
     subject: Subject
@@ -78,6 +83,7 @@ class Question:
     settings: CheckSettings
     seed: int
     rounding: bool = True
+    locate: bool = False
 
 
 class Answer:
@@ -109,11 +115,13 @@ class Answer:
         culprits = self._culprits(checks)
         checks = _corroborated(checks, culprits)
         checks, culprits = self._surrogates(checks, culprits)
+        checks, places = self._located(checks) if self.question.locate else (checks, [])
+        evaluations += self.blame.evaluations + sum(place.evaluations for place in places)
         kept = [i for i, wanted in enumerate(self._wanted()) if wanted]
         return CheckResult(
             tensors=tuple(self.subject.tensors[i] for i in kept), checks=tuple(checks[i] for i in kept),
-            culprits=tuple(culprits), loss=self.problem.loss, evaluations=evaluations + self.blame.evaluations,
-            awake=outcome.awake,
+            culprits=tuple(culprits), loss=self.problem.loss, evaluations=evaluations, awake=outcome.awake,
+            evidence=tuple(each for place in places for each in place.evidence),
         )  # fmt: skip
 
     def _wanted(self) -> npt.NDArray[np.bool_]:
@@ -224,6 +232,18 @@ class Answer:
         if "disconnected" in verdicts:
             culprits += self.blame.cuts([i for i, v in enumerate(verdicts) if v == "disconnected"])
         return culprits
+
+    def _located(self, checks: list[TensorCheck]) -> tuple[list[TensorCheck], list[Place]]:
+        """The entries that are wrong in the wrong tensors nearest the loss."""
+        wrong = [i for i, check in enumerate(checks) if check.verdict == "mismatch"][-_LOCATED:]
+        places = [
+            locate(self.problem, i, checks[i].tensor, self.subject.tensors[i].shape, self.settings, self.seed)
+            for i in wrong
+        ]
+        for i, place in zip(wrong, places, strict=True):
+            reason = "; ".join(filter(None, (checks[i].reason, place.words)))
+            checks = [*checks[:i], replace(checks[i], reason=reason), *checks[i + 1 :]]
+        return checks, places
 
     def _surrogates(
         self, checks: list[TensorCheck], culprits: list[Culprit]

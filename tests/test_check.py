@@ -56,6 +56,9 @@ class ToyLine:
             ]
         )
 
+    def entry(self, j: int, index: int) -> float:
+        return float(self._random[j].flat[index])
+
     def losses(self, coefficients: np.ndarray) -> np.ndarray:
         toy = self._toy
         toy.evaluations += len(coefficients)

@@ -19,7 +19,7 @@ FRAMEWORKS = ("keras", *BACKENDS)
 # ``cli`` and ``__main__`` are doors beside it: two commands go up, and tests/test_cli.py holds the others below.
 ABOVE_THE_WALL = (
     "activations", "blame", "callback", "capture", "checks", "cli", "demo", "jacobian", "model_files", "probe", "run",
-    "shadow", "verdicts", "backends", "__main__",
+    "shadow", "testing", "verdicts", "backends", "__main__",
 )  # fmt: skip
 
 

@@ -160,6 +160,93 @@ def test_keras_weights_as_arguments() -> None:
     assert error < FLOAT32
 
 
+def test_pytrees_of_arguments() -> None:
+    """Dicts and lists of arrays come back in their own form; a nested list of plain numbers is one array."""
+    tree = {"w": normal(3, 4), "more": [normal(4, seed=1)]}
+    analytic, numeric = compute_gradient(
+        lambda tree, x: ops.matmul(ops.matmul(x, tree["w"]), tree["more"][0]), [tree, [[1.0, 2.0, 3.0]]]
+    )
+    x = np.array([[1.0, 2.0, 3.0]])
+    exact = [
+        {"w": np.outer(x, tree["more"][0]).reshape(1, -1), "more": [(x @ tree["w"]).reshape(1, -1)]},
+        (tree["w"] @ tree["more"][0]).reshape(1, -1),
+    ]
+    keras.tree.assert_same_structure(analytic, exact)
+    for found in (analytic, numeric):
+        for one, truth in zip(keras.tree.flatten(found), keras.tree.flatten(exact), strict=True):
+            np.testing.assert_allclose(one, truth, atol=1e-5)
+
+
+def test_error_bars_hold() -> None:
+    """The distance of either side to the exact derivative is within the bar, which at a kink spans both slopes."""
+    x = np.array([0.0, 0.7, -1.3, 20.0], "float32")
+    exact = [np.cos(x.astype(float)) * np.exp(x / 10.0) + np.sin(x.astype(float)) * np.exp(x / 10.0) / 10]
+    analytic, numeric, bars = compute_gradient(lambda x: ops.sin(x) * ops.exp(x / 10), [x], error_bars=True)
+    for found in (analytic[0], numeric[0]):
+        assert (np.abs(np.diag(found) - exact[0]) <= np.diag(bars[0])).all()
+    assert bars[0].max() < 1e-4
+    analytic, numeric, bars = compute_gradient(ops.relu, [x], error_bars=True)
+    assert numeric[0][0, 0] == pytest.approx(0.5)
+    assert bars[0][0, 0] == pytest.approx(0.5, abs=1e-4)
+    assert bars[0][1, 1] < 1e-4
+
+
+def test_second_order() -> None:
+    """order=2 gives the Hessian of Σ x³y on both sides, and a wrong second derivative shows."""
+    x, y = np.float32([1.0, 2.0]), np.float32([3.0, 4.0])
+    exact = np.array([[18, 0, 3, 0], [0, 48, 0, 12], [3, 0, 0, 0], [0, 12, 0, 0]], float)
+    for found in compute_gradient(lambda x, y: ops.sum(x**3 * y), [x, y], order=2):
+        np.testing.assert_allclose(np.concatenate(found, axis=1), exact, atol=2e-5)
+    half = planted(lambda x: x**2, lambda upstream, x: [upstream * (x + ops.stop_gradient(x))])
+    analytic, numeric = compute_gradient(lambda x: ops.sum(half(x)), [x], order=2)
+    np.testing.assert_allclose(analytic[0], np.eye(2), atol=1e-6)
+    np.testing.assert_allclose(numeric[0], 2 * np.eye(2), atol=1e-6)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_projections_see_a_fault_among_a_million(order: int) -> None:
+    """A million weights cost a few calls: right within the bars, and 10 % too much seen as that."""
+    x = normal(1_000_000)
+    right = lambda x: ops.sum(ops.tanh(x) * x)  # noqa: E731
+    analytic, numeric, bars = compute_gradient(right, [x], projections=3, order=order, error_bars=True)
+    assert analytic[0].shape == (1 if order == 1 else 3, 3)
+    assert (np.abs(analytic[0] - numeric[0]) <= bars[0]).all()
+    assert bars[0].max() < 1e-2 * np.abs(numeric[0]).max()
+    wrong = planted(lambda x: ops.tanh(x) * x, lambda up, x: [1.1 * up * (ops.tanh(x) + x * (1 - ops.tanh(x) ** 2))])
+    analytic, numeric = compute_gradient(lambda x: ops.sum(wrong(x)), [x], projections=3)
+    np.testing.assert_allclose(analytic[0] / numeric[0], 1.1, rtol=1e-3)
+
+
+def test_projections_of_complex_numbers() -> None:
+    """Directions through a complex array move its real and imaginary parts."""
+    z = np.array([1 + 2j, 3 - 1j, -2 + 0.5j], "complex64")
+    analytic, numeric = compute_gradient(lambda z: ops.sum(abs(z * z)), [z], projections=4)
+    assert analytic[0].shape == (1, 4)
+    np.testing.assert_allclose(analytic[0], numeric[0], rtol=1e-5)
+
+
+@only("tensorflow", reason="asks tf.test.compute_gradient")
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "float32", "float64", "float16"])
+def test_parity_of_dtypes_with_tensorflow(dtype: str) -> None:
+    """Complex to complex, complex to real and real to complex come out as tf.test.compute_gradient gives them."""
+    import tensorflow as tf
+
+    x = np.array([0.5 + 0.25j, -1.5 + 1j] if "complex" in dtype else [0.5, -1.5]).astype(dtype)
+    real = {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
+    functions = [tf.square, tf.exp, tf.abs]
+    if "complex" in dtype:
+        functions += [tf.math.real, tf.math.imag, tf.math.conj, tf.math.angle, lambda z: z * tf.math.conj(z)]
+    elif dtype in ("float32", "float64"):
+        functions += [lambda v: tf.complex(v, v * v), lambda v: tf.signal.fft(tf.complex(v, v))]
+    # The peer differences in the dtype itself, ours not.
+    peer = {"float16": 0.05, "float32": 2e-3, "float64": 1e-5}[real]
+    for f in functions:
+        analytic, numeric = compute_gradient(f, [x])
+        theirs, differences = tf.test.compute_gradient(f, [x], delta=1 / 64 if dtype == "float16" else None)
+        np.testing.assert_allclose(analytic[0], theirs[0], rtol=1e-3 if dtype == "float16" else 1e-5, atol=1e-6)
+        np.testing.assert_allclose(numeric[0], differences[0], rtol=peer, atol=peer)
+
+
 def test_planted_fault_is_seen() -> None:
     """A custom gradient that is 10 % too large shows as exactly that."""
     squared = planted(lambda x: x * x, lambda upstream, x: [upstream * 2.2 * x])
@@ -196,6 +283,12 @@ def test_a_closure_over_variables_is_refused() -> None:
         (lambda: compute_gradient(ops.exp, [np.ones(3, int)]), TypeError, "integers have no gradient"),
         (lambda: compute_gradient(ops.exp, [np.ones(3)], delta=-1.0), ValueError, "positive step"),
         (lambda: compute_gradient(lambda x: ops.argmax(x), [np.float32([1, 2])]), TypeError, "float or complex tensor"),
+        (lambda: compute_gradient(ops.sum, [np.ones(300_000)]), ValueError, "Pass projections=8"),
+        (lambda: compute_gradient(ops.exp, [np.ones(20_000)]), ValueError, "Pass projections=8"),
+        (lambda: compute_gradient(ops.exp, [np.ones(3)], projections=0), ValueError, "number of directions"),
+        (lambda: compute_gradient(ops.exp, [np.ones(3)], order=3), ValueError, "Expected 1 for the gradient or 2"),
+        (lambda: compute_gradient(ops.exp, [np.ones(3)], order=2), ValueError, "Expected a single number"),
+        (lambda: compute_gradient(ops.exp, [{"a": np.ones(3, int)}]), TypeError, r"Argument 0\['a'\] has dtype int"),
     ],
 )
 def test_bad_arguments(call, error, words) -> None:

@@ -29,6 +29,7 @@ class Function:
     """``f`` traced once at its arguments.
 
     Attributes:
+        rows: real numbers in its result.
         wide: numeric differences are taken in float64.
         sizes: number of elements per argument.
         used: per argument, whether the result depends on it.
@@ -41,9 +42,12 @@ class Function:
         self._concrete = tf.function(self._called, autograph=False).get_concrete_function(*signature)
         self.sizes = [int(value.shape.num_elements() or 0) for value in self._arguments]
         self.used = self._dependence()
+        self.rows = _reals(self._concrete.outputs[0])
         wide = _widened(self._concrete, [_wider(value.dtype) for value in self._arguments])
         self.wide = wide is not None or all(value.dtype in (tf.float64, tf.complex128) for value in self._arguments)
         self._forward = wide or self._concrete
+        outputs = (tensor for op in self._concrete.graph.get_operations() for tensor in op.outputs)
+        self._largest = max((int(t.shape.num_elements() or 0) for t in outputs if t.shape.rank is not None), default=1)
 
     def analytic(self) -> list[npt.NDArray[Any]]:
         """Jacobians ``[y.size, x.size]`` by backpropagation; zero where the gradient is None."""
@@ -74,7 +78,21 @@ class Function:
 
     def numeric(self, index: int, steps: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Jacobian ``[y.size, x.size]`` of one argument by central differences with a step per real entry."""
-        points = [tf.cast(value, _wider(value.dtype)) if self.wide else value for value in self._arguments]
+        plus, minus, width = self._moved(index, steps)
+        return np.ascontiguousarray((plus - minus) / width)
+
+    def sides(self, index: int, steps: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], ...]:
+        """Left and right slopes ``[y.size, x.size]`` of one argument, and the results ``[y.size]`` at its base."""
+        plus, minus, width = self._moved(index, steps)
+        base = np.asarray(_flat(self._forward(*self._points())), np.float64)
+        return 2 * (base[:, None] - minus) / width, 2 * (plus - base[:, None]) / width, base
+
+    def _points(self) -> list[Any]:
+        return [tf.cast(value, _wider(value.dtype)) if self.wide else value for value in self._arguments]
+
+    def _moved(self, index: int, steps: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], ...]:
+        """Results ``[y.size, x.size]`` on both sides of each real entry, and the distances between the sides."""
+        points = self._points()
         base = _flat(points[index])
 
         def moved(entry: Any) -> Any:
@@ -87,19 +105,19 @@ class Function:
             return at(base + shift), at(base - shift), tf.reduce_sum((base + shift) - (base - shift))
 
         deltas = tf.constant(steps, tf.float64)
-        chunk = max(1, min(256, _CHUNK_ELEMENTS // max(len(steps), 1)))
+        chunk = max(1, min(256, _CHUNK_ELEMENTS // max(len(steps), self._largest)))
         evaluate: Any = None
-        columns = []
+        found = []
         for start in range(0, len(steps), chunk):
             # The last chunk is filled up, so that one trace serves all.
             entries = tf.constant(np.minimum(np.arange(start, start + chunk), len(steps) - 1))
             if evaluate is None:
                 evaluate = _mapped(moved, entries, self._forward.graph)
-            plus, minus, width = (np.asarray(part, np.float64) for part in evaluate(entries))
-            columns.append(((plus - minus) / width.reshape(-1, *[1] * (plus.ndim - 1)))[: len(steps) - start])
-        if not columns:
-            return np.zeros((_reals(self._concrete(*self._arguments)), 0))
-        return np.ascontiguousarray(np.concatenate(columns).T)
+            found.append([np.asarray(part, np.float64)[: len(steps) - start] for part in evaluate(entries)])
+        if not found:
+            return (*(np.zeros((_reals(self._concrete(*self._arguments)), 0)) for _ in range(2)), np.zeros(0))
+        plus, minus, width = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return plus.T, minus.T, width
 
     def entries(self, index: int) -> npt.NDArray[np.float64]:
         """The real entries of an argument, flat."""
@@ -128,6 +146,20 @@ class Function:
                     seen.add(value.op.name)
                     waiting.append(value.op)
         return [placeholder.op.name in seen for placeholder in graph.inputs[: len(self._arguments)]]
+
+
+def gradient_of(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradient of a function with a scalar result, as a function: by all its arguments, in one flat vector."""
+
+    def gradient(*values: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            result = f(*values)
+        found = tape.gradient(result, values, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        widest = max((value.dtype for value in values), key=lambda dtype: dtype.size)
+        return tf.concat([tf.reshape(tf.cast(tf.convert_to_tensor(g), widest), [-1]) for g in found], 0)
+
+    return gradient
 
 
 def _mapped(function: Callable[[Any], Any], entries: Any, graph: Any) -> Callable[[Any], Any]:

@@ -192,6 +192,10 @@ class Line:
         """
         return self._point.traced.losses(self._point, self._directions, coefficients, naive)
 
+    def entry(self, j: int, index: int) -> float:
+        """The random direction's value at one flat entry of tensor ``j``."""
+        return float(self._directions[0][sum(self._point.traced.sizes[:j]) + index])
+
 
 def fetches(
     loss: Any, moving: Sequence[Any], gradients: Sequence[Any], stops: Sequence[Any], draws: Sequence[Any]

@@ -30,6 +30,7 @@ class Function:
     """``f`` run once at its arguments.
 
     Attributes:
+        rows: real numbers in its result.
         wide: numeric differences are taken in float64.
         sizes: number of elements per argument.
         used: per argument, whether the result depends on it.
@@ -48,7 +49,7 @@ class Function:
             result = self._called(*leaves)
         bits = Graph(tape, leaves, result).depends(result)
         self.used = [bool(bits >> i & 1) for i in range(len(leaves))]
-        self._rows = result.numel() * (2 if result.is_complex() else 1)
+        self.rows = result.numel() * (2 if result.is_complex() else 1)
         self.wide = self._can_be_wide()
 
     def analytic(self) -> list[npt.NDArray[Any]]:
@@ -58,7 +59,7 @@ class Function:
             result = self._called(*leaves)
             real = torch.view_as_real(result) if result.is_complex() else result
             flat = real.reshape(-1)
-            found = [[_flat(g) for g in self._row(flat, i, leaves)] for i in range(self._rows)]
+            found = [[_flat(g) for g in self._row(flat, i, leaves)] for i in range(self.rows)]
         return [
             np.stack([_numpy(row[k]) for row in found])
             if found
@@ -68,6 +69,18 @@ class Function:
 
     def numeric(self, index: int, steps: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Jacobian ``[y.size, x.size]`` of one argument by central differences with a step per real entry."""
+        plus, minus, width = self._moved(index, steps)
+        return np.ascontiguousarray((plus - minus) / width)
+
+    def sides(self, index: int, steps: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], ...]:
+        """Left and right slopes ``[y.size, x.size]`` of one argument, and the results ``[y.size]`` at its base."""
+        plus, minus, width = self._moved(index, steps)
+        with torch.no_grad(), undisturbed():
+            base = _numpy(_flat(self._run([self._widened(value) for value in self._arguments])).double())
+        return 2 * (base[:, None] - minus) / width, 2 * (plus - base[:, None]) / width, base
+
+    def _moved(self, index: int, steps: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], ...]:
+        """Results ``[y.size, x.size]`` on both sides of each real entry, and the distances between the sides."""
         points = [self._widened(value) for value in self._arguments]
         base = _flat(points[index])
         deltas = torch.as_tensor(steps, dtype=torch.float64, device=base.device)
@@ -82,7 +95,7 @@ class Function:
             return at(base + shift), at(base - shift), ((base + shift) - (base - shift)).sum(dtype=torch.float64)
 
         chunk = max(1, min(256, _CHUNK_ELEMENTS // max(len(steps), 1)))
-        columns: list[npt.NDArray[np.float64]] = []
+        found: list[list[npt.NDArray[np.float64]]] = []
         at_once = len(steps) > 1
         with torch.no_grad(), undisturbed():
             for start in range(0, len(steps), chunk):
@@ -95,11 +108,11 @@ class Function:
                         at_once = False
                 if not at_once:
                     parts = tuple(map(torch.stack, zip(*map(moved, entries), strict=True)))
-                plus, minus, width = (part.cpu().numpy() for part in parts)
-                columns.append((plus - minus) / width[:, None])
-        if not columns:
-            return np.zeros((self._rows, 0))
-        return np.ascontiguousarray(np.concatenate(columns).T)
+                found.append([part.cpu().numpy() for part in parts])
+        if not found:
+            return np.zeros((self.rows, 0)), np.zeros((self.rows, 0)), np.zeros(0)
+        plus, minus, width = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return plus.T, minus.T, width
 
     def entries(self, index: int) -> npt.NDArray[np.float64]:
         """The real entries of an argument, flat."""
@@ -143,6 +156,20 @@ class Function:
         except Exception:  # noqa: BLE001  whatever cannot run in float64 is differenced in its own precision
             return False
         return result.dtype in (torch.float64, torch.complex128)
+
+
+def gradient_of(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradient of a function with a scalar result, as a function: by all its arguments, in one flat vector."""
+
+    def gradient(*values: Any) -> Any:
+        with torch.enable_grad():
+            leaves = [value if value.requires_grad else value.detach().requires_grad_() for value in values]
+            result = f(*leaves)
+            found = torch.autograd.grad(result, leaves, create_graph=True, allow_unused=True)
+        known = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
+        return torch.cat([g.reshape(-1) for g in known])
+
+    return gradient
 
 
 class _Widening(TorchDispatchMode):  # type: ignore[misc]
