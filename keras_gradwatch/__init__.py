@@ -19,16 +19,18 @@ if TYPE_CHECKING:
     from keras_gradwatch.errors import GradientCheckError, GradientError, NonFiniteGradientError
     from keras_gradwatch.history import read_history
     from keras_gradwatch.jacobian import compute_gradient, compute_gradient_error
-    from keras_gradwatch.sinks.live_plot import LivePlot
+    from keras_gradwatch.sinks import CSVSink, LivePlot, ParquetSink
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CSVSink",
     "GradWatch",
     "GradientCheckError",
     "GradientError",
     "LivePlot",
     "NonFiniteGradientError",
+    "ParquetSink",
     "check_gradients",
     "check_layer",
     "compute_gradient",
@@ -38,11 +40,13 @@ __all__ = [
 
 #: Module that defines each public name.
 _MODULES = {
+    "CSVSink": "sinks",
     "GradWatch": "callback",
     "GradientCheckError": "errors",
     "GradientError": "errors",
-    "LivePlot": "sinks.live_plot",
+    "LivePlot": "sinks",
     "NonFiniteGradientError": "errors",
+    "ParquetSink": "sinks",
     "check_gradients": "checks",
     "check_layer": "checks",
     "compute_gradient": "jacobian",

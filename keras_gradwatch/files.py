@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import json
+import io
 import os
 import zlib
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ from typing import Any, Literal, TextIO, cast
 import pandas as pd
 
 from keras_gradwatch._optional import require
+from keras_gradwatch.csv_log import account_line, sections
+from keras_gradwatch.journal import joined, journal_of, marked, pieces
 from keras_gradwatch.records import VERDICTS
 from keras_gradwatch.schema import PANDAS_VERSION, ROLES, SCHEMA, categorical
 
@@ -20,7 +22,6 @@ _Path = str | os.PathLike[str]
 
 _NAMES = tuple(column.name for column in SCHEMA)
 _CAN_MISS = tuple(column.name for column in SCHEMA if column.dtype == "float64" or column.name == "check")
-_HEADER = "# keras_gradwatch "
 #: What a file that is not a history makes pandas, pyarrow, gzip or json raise.
 _BROKEN = (ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError, OSError, EOFError, zlib.error)
 
@@ -42,17 +43,17 @@ def write_history(frame: pd.DataFrame, path: _Path) -> None:
         frame.to_parquet(path, index=False, engine="pyarrow")
         return
     with _open_text(path, "wt") as file:
-        # One line whatever it holds: JSON escapes the line ends inside strings. The line end of RFC 4180 makes the csv
-        # module quote names with a lone carriage return, too.
-        file.write(f"{_HEADER}{json.dumps(frame.attrs)}\r\n")
+        # The line end of RFC 4180 makes the csv module quote names with a lone carriage return, too.
+        file.write(account_line(cast(dict[str, Any], frame.attrs)))
         frame.to_csv(file, index=False, lineterminator="\r\n")
 
 
 def read_history(path: _Path) -> pd.DataFrame:
     """A history from a file, with the dtypes and the network order it had in the run.
 
-    Reads what :func:`write_history` wrote, and what ``frame.to_csv`` or ``frame.to_parquet`` wrote as well. Nothing in
-    the file is executed. CSV does not keep the categories: layers are ordered by depth, tensors as they first appear.
+    Reads what :func:`write_history`, ``frame.to_csv`` or ``frame.to_parquet`` wrote, and what a ``CSVSink`` or
+    ``ParquetSink`` has written so far, also when its process was killed. Nothing in the file is executed. CSV does not
+    keep the categories: layers are ordered by depth, tensors as they first appear.
 
     Args:
         path: ends in ``.csv``, ``.csv.gz`` or ``.parquet``.
@@ -70,7 +71,7 @@ def read_history(path: _Path) -> pd.DataFrame:
     if _file_format(path) == "parquet":
         require("pyarrow", "parquet")
         read = _read_parquet
-    with Path(path).open("rb"):
+    with (Path(path) if Path(path).exists() or not journal_of(path).exists() else journal_of(path)).open("rb"):
         pass  # a missing or forbidden file is told in the system's own words, not as a foreign one
     try:
         return _conformed(read(path))
@@ -92,37 +93,59 @@ def _file_format(path: _Path) -> Literal["csv", "parquet"]:
     )
 
 
-def _open_text(path: _Path, mode: Literal["rt", "wt"]) -> TextIO:
-    # newline="" leaves line ends inside quoted names alone; utf-8-sig also reads what a spreadsheet saved.
-    encoding = "utf-8-sig" if mode == "rt" else "utf-8"
+def _open_text(path: _Path, mode: Literal["wt"]) -> TextIO:
+    # newline="" leaves line ends inside quoted names alone.
     opener = gzip.open if os.fspath(path).lower().endswith(".gz") else open
-    return cast(TextIO, opener(path, mode, encoding=encoding, newline=""))
+    return cast(TextIO, opener(path, mode, encoding="utf-8", newline=""))
 
 
 def _read_parquet(path: _Path) -> pd.DataFrame:
-    return pd.read_parquet(path, engine="pyarrow").reset_index(drop=True)
+    if not journal_of(path).exists():
+        return pd.read_parquet(path, engine="pyarrow").reset_index(drop=True)
+    parts: list[pd.DataFrame] = []
+    attributes: dict[str, Any] = {}
+    for piece in pieces(path):
+        if isinstance(piece, pd.DataFrame):
+            parts.append(piece)
+        else:
+            attributes = piece
+    return _completed(parts, attributes)
 
 
 def _read_csv(path: _Path) -> pd.DataFrame:
+    opener = gzip.open if os.fspath(path).lower().endswith(".gz") else open
+    with opener(path, "rb") as file:
+        parts = list(sections(file.read()))
+    attributes = parts[-1][0]
+    if len(parts) > 1 or (attributes and not parts[0][1]):
+        return _completed([_csv_frame(rows) for _, rows in parts if rows], attributes)
+    frame = _csv_frame(parts[0][1])
+    frame.attrs.update(attributes)
+    return frame
+
+
+def _csv_frame(rows: bytes) -> pd.DataFrame:
     # Names come back as they are: a layer may well be called "None" or "NA". Only numbers and verdicts can be missing.
     missing = {name: ["", "NaN", "nan"] for name in _CAN_MISS}
     dtypes: Any = {column.name: "str" if column.dtype == "category" else column.dtype for column in SCHEMA}
     # Older versions are off in the last bits unless told otherwise; from 3.1 on the option is deprecated.
     exact: Any = {"float_precision": "round_trip"} if PANDAS_VERSION < (3, 1) else {}
-    with _open_text(path, "rt") as file:
-        attributes = _attributes(file)
-        frame: pd.DataFrame = pd.read_csv(file, dtype=dtypes, na_values=missing, keep_default_na=False, **exact)
-    frame.attrs.update(attributes)
+    frame: pd.DataFrame = pd.read_csv(
+        io.BytesIO(rows), dtype=dtypes, na_values=missing, keep_default_na=False,
+        encoding="utf-8-sig",  # also what a spreadsheet saved
+        **exact,
+    )  # fmt: skip
     return frame.drop(columns="Unnamed: 0", errors="ignore")  # the index, which to_csv writes unless told otherwise
 
 
-def _attributes(file: TextIO) -> dict[str, Any]:
-    """What our first line says, leaving the file at the first line of the table."""
-    first = file.readline()
-    if first.startswith(_HEADER):
-        return dict(json.loads(first.removeprefix(_HEADER)))
-    file.seek(0)
-    return {}
+def _completed(parts: Sequence[pd.DataFrame], attributes: dict[str, Any]) -> pd.DataFrame:
+    """What a sink has written so far, as one frame: rows of a resumed run once, findings as known at the end."""
+    empty = {
+        column.name: pd.Series([], dtype="str" if column.dtype == "category" else column.dtype) for column in SCHEMA
+    }
+    frame = marked(joined(parts) if any(map(len, parts)) else pd.DataFrame(empty), attributes.get("findings", ()))
+    frame.attrs.update(attributes)
+    return frame
 
 
 def _conformed(frame: pd.DataFrame) -> pd.DataFrame:

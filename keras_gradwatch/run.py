@@ -168,6 +168,8 @@ class Run:
             with self._guarded("activations"):
                 self._looks.end_epoch(self._steps)
         self._act(self._ask_rules())
+        with self._guarded("sinks"):
+            self._settings.sinks.sum_up(self._account())
         first = self._offset + self._epoch_start
         return {
             "grad_norm": self._epoch_norms.value,
@@ -406,6 +408,8 @@ class Run:
             self._notes.append(f"activations could not be looked at: {self._looks.failure}")
         self._looks = None
         with self._timed("sinks"):
+            if self._opened:
+                self._settings.sinks.sum_up(self._account())
             self._settings.sinks.close()
         if self._settings.verbose:
             with self._guarded("summary"):
@@ -430,7 +434,7 @@ class Run:
             "keras_gradwatch": __version__, "keras": keras.__version__, "backend": keras.backend.backend(),
             "model": self._model.name, "check_freq": settings.check_freq, "track_freq": settings.track_freq,
             "probe": settings.probe if isinstance(settings.probe, int) else "fixed data", "seed": settings.seed,
-            "surrogates": list(settings.surrogates),
+            "surrogates": list(settings.surrogates), "first_step": self._offset + 1,
         }  # fmt: skip
 
 

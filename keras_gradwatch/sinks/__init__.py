@@ -1,7 +1,8 @@
 """Where rows and findings also go while training. A sink is any callable that takes a finding.
 
 A sink may also have ``open(tensors, attributes)``, called when a run begins, ``write(record)``, called with each
-sampled step, and ``close()``, called when the run ends.
+sampled step, ``sum_up(account)``, called at the end of each epoch and of the run with what the rows do not say, and
+``close()``, called when the run ends.
 """
 
 from __future__ import annotations
@@ -18,20 +19,14 @@ from keras_gradwatch.records import Finding, StepRecord, TensorInfo
 
 if TYPE_CHECKING:
     from keras_gradwatch.sinks.live_plot import LivePlot
+    from keras_gradwatch.sinks.tables import CSVSink, ParquetSink
 
-__all__ = ["LivePlot", "Sink", "SinkSet", "user_stacklevel"]
-
-Sink = Callable[[Finding], object]
+__all__ = ["CSVSink", "LivePlot", "ParquetSink", "Sink", "SinkSet", "user_stacklevel"]
 
 #: Module of each sink, loaded when it is first used.
-_MODULES = {"LivePlot": "live_plot"}
+_MODULES = {"CSVSink": "tables", "LivePlot": "live_plot", "ParquetSink": "tables"}
 
-
-def __getattr__(name: str) -> object:
-    """Load a sink on first use (PEP 562)."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+Sink = Callable[[Finding], object]
 
 
 class SinkSet:
@@ -84,6 +79,10 @@ class SinkSet:
         """Hand a finding to every sink."""
         self._each("__call__", finding)
 
+    def sum_up(self, account: Mapping[str, Any]) -> None:
+        """Hand over what the rows do not say: findings with their last steps, cost, notes."""
+        self._each("sum_up", account)
+
     def close(self) -> None:
         """End the run."""
         self._each("close")
@@ -128,3 +127,10 @@ def user_stacklevel(frame: FrameType) -> int:
 
 def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def __getattr__(name: str) -> object:
+    """Load a sink on first use (PEP 562): some need packages that are not always installed."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
