@@ -94,12 +94,21 @@ class ActivationReader:
         Returns:
             What was seen; ``None`` when there is no batch, or for data of yet another shape.
         """
-        pairs = [(traced, batch) for batch in batches if (traced := self._pass_for(batch)) is not None]
+        pairs = [pair for batch in batches if (pair := self._pair(batch)) is not None]
         if not pairs:
             return None
         counts = [_samples(batch) for _, batch in pairs]
         readings = merged([traced.read(batch) for traced, batch in pairs], counts)
         return pairs[0][0].record(readings, step=step, samples=sum(counts))
+
+    def _pair(self, batch: Batch) -> tuple[_Pass, Batch] | None:
+        """A traced pass, and as many samples of a batch as it takes."""
+        traced = self._pass_for(batch)
+        if traced is not None or self._any_batch:
+            return None if traced is None else (traced, batch)
+        form = _form(batch)
+        fitting = [n for known, n in self._passes if known == form and n <= _samples(batch)]
+        return (self._passes[form, max(fitting)], batch.head(max(fitting))) if fitting else None
 
     def _pass_for(self, batch: Batch) -> _Pass | None:
         form = _form(batch) if self._any_batch else (_form(batch), _samples(batch))

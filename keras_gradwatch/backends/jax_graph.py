@@ -54,11 +54,13 @@ class LayerCall:
         sources: the variables behind ``inputs``; ``None`` for a constant.
         results: variables as the call makes them; ``None`` for a constant.
         outputs: the copies its caller goes on with.
+        masked: whether Keras has pinned a mask to what enters.
     """
 
     operation: Any
     parent: int
     last_op: int = 0
+    masked: bool = False
     inputs: list[Any] = field(default_factory=list)
     sources: list[Any] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
@@ -79,6 +81,7 @@ def recording(calls: list[LayerCall]) -> Iterator[None]:
     the program on its own. What a call does stands in a name scope of its own.
     """
     import keras
+    from keras.src.backend.common.masking import get_keras_mask
 
     state, thread = get_opaque_trace_state(), threading.get_ident()
     original = keras.Operation.__call__
@@ -90,6 +93,7 @@ def recording(calls: list[LayerCall]) -> Iterator[None]:
             return original(self, *args, **kwargs)
         index = len(calls)
         calls.append(LayerCall(self, open_calls[-1] if open_calls else -1))
+        calls[index].masked = any(get_keras_mask(leaf) is not None for leaf in keras.tree.flatten(args))
         args, kwargs = _tapped((args, kwargs), index, "in")
         open_calls.append(index)
         try:
@@ -158,7 +162,7 @@ def evaluate(
         inputs = [read(atom) for atom in equation.invars]
         outputs = handle(equation, inputs) if handle is not None else None
         if outputs is None:
-            outputs = inputs if equation.primitive is TAP else _bound(equation, inputs)
+            outputs = inputs if equation.primitive is TAP else bound(equation, inputs)
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in (*jaxpr.outvars, *wanted)]
 
@@ -177,7 +181,7 @@ def inlined(
     return evaluate(program, arguments, visit)
 
 
-def _bound(equation: Any, inputs: Sequence[Any]) -> list[Any]:
+def bound(equation: Any, inputs: Sequence[Any]) -> list[Any]:
     """One equation, run at the present level of tracing; it keeps its place in the user's code."""
     parameters = equation.primitive.get_bind_params(equation.params)
     functions, parameters = parameters if isinstance(parameters, tuple) else ((), parameters)
@@ -283,6 +287,15 @@ def inside(equation: Any) -> Iterator[Any]:
 def _bodies(parameters: Any) -> Iterator[Jaxpr]:
     for body in jaxprs_in_params(parameters):
         yield body.jaxpr if isinstance(body, ClosedJaxpr) else body
+
+
+def upstream(program: ClosedJaxpr) -> set[Any]:
+    """Everything on which the first output of a program depends."""
+    needed = {v for v in program.jaxpr.outvars[:1] if isinstance(v, Var)}
+    for equation in reversed(program.jaxpr.eqns):
+        if not needed.isdisjoint(equation.outvars):
+            needed.update(atom for atom in equation.invars if isinstance(atom, Var))
+    return needed
 
 
 def falls(equation: Any) -> bool:

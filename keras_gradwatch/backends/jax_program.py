@@ -32,6 +32,7 @@ from keras_gradwatch.backends.jax_graph import (
     line_of,
     program_of,
     recording,
+    upstream,
 )
 from keras_gradwatch.backends.jax_point import Line, Point, Traced, compiled
 from keras_gradwatch.records import Float64Array
@@ -120,7 +121,7 @@ class Program:
         self._loss = program.jaxpr.outvars[0]
         self.main = Traced(program, count, wide=self._wide)
         self._flat = self.main.flat
-        self._upstream = _upstream(program)
+        self._upstream = upstream(program)
         self._cast = jax.jit(lambda values: [v.astype(d) for v, d in zip(values, self._dtypes, strict=True)])
         self._compiled: dict[Any, Any] = {}
 
@@ -381,15 +382,6 @@ def _own_dtype(value: Any, dtype: str | None) -> Any:
     with in_float64(bool(jax.config.jax_enable_x64)):
         own = jax.dtypes.canonicalize_dtype(value.dtype)
     return np.dtype(dtype) if dtype and jax.dtypes.issubdtype(own, np.floating) else own
-
-
-def _upstream(program: Any) -> set[Any]:
-    """Everything the loss depends on."""
-    needed = {v for v in program.jaxpr.outvars if isinstance(v, Var)}
-    for equation in reversed(program.jaxpr.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            needed.update(atom for atom in equation.invars if isinstance(atom, Var))
-    return needed
 
 
 def _falling(equation: Any) -> Iterator[Any]:
