@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_gradwatch.backends import undisturbed
 from keras_gradwatch.errors import gist
 from keras_gradwatch.records import TensorInfo
 from keras_gradwatch.shadow import losses_of
@@ -314,7 +315,8 @@ def prepare_layer(layer: Any, batch: Batch) -> None:
     inputs = keras.tree.map_structure(
         lambda leaf: keras.KerasTensor(tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype)), batch.x
     )
-    layer(*inputs) if isinstance(inputs, tuple) else layer(inputs)
+    with undisturbed():
+        layer(*inputs) if isinstance(inputs, tuple) else layer(inputs)
 
 
 def trains_compiled_loss(model: Any) -> bool:
@@ -396,7 +398,8 @@ def _outputs_of(model: Any, x: Any) -> Any:
     def symbol(leaf: Any) -> Any:
         return keras.KerasTensor(tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype))
 
-    return compute_output_spec(model, keras.tree.map_structure(symbol, x))
+    with undisturbed():
+        return compute_output_spec(model, keras.tree.map_structure(symbol, x))
 
 
 def _is_float(leaf: Any) -> bool:

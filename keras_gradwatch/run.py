@@ -291,8 +291,8 @@ class Run:
         for variable, gradient in zip(subject.variables, point.gradients, strict=False):
             row = self._rows.get(id(variable))
             if row is not None and gradient is not None:
-                value = np.asarray(variable.value)
-                rows[row] = statistics_of(np.asarray(gradient), value, np.full_like(value, np.nan))
+                value = keras.ops.convert_to_numpy(variable.value)
+                rows[row] = statistics_of(keras.ops.convert_to_numpy(gradient), value, np.full_like(value, np.nan))
                 connected[row] = True
         return rows, connected, point.loss
 

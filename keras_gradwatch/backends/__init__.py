@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 _SUPPORTED = ("tensorflow", "jax", "torch")
@@ -42,6 +43,17 @@ def function_backend() -> ModuleType:
         NotImplementedError: the backend is not supported yet.
     """
     return _module("function")
+
+
+def undisturbed() -> AbstractContextManager[None]:
+    """A context in which a model's code may run outside of a program and leave no trace that Keras does not clear."""
+    import keras
+
+    if keras.backend.backend() != "torch":
+        return nullcontext()
+    from keras_gradwatch.backends import torch_graph
+
+    return torch_graph.undisturbed()
 
 
 def _module(part: str) -> ModuleType:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from keras_gradwatch.backends.torch_modules import modules_bound
+
 _LOW_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 #: Operations whose result has the form of their input and nothing of its value.
@@ -260,10 +262,10 @@ def _marked(tensor: Any, like: Any) -> Any:
 
 @contextmanager
 def undisturbed(generators: Sequence[Any] = ()) -> Iterator[None]:
-    """Random numbers drawn inside are drawn again by whoever comes next."""
+    """Random numbers drawn inside are drawn again by whoever comes next, and torch modules keep their state."""
     states = [(generator, generator.get_state()) for generator in generators]
     cuda = torch.cuda.is_initialized()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if cuda else ()):
+    with modules_bound(), torch.random.fork_rng(devices=range(torch.cuda.device_count()) if cuda else ()):
         try:
             yield
         finally:
@@ -293,6 +295,9 @@ class Graph:
             if mask:
                 for value in node.outputs:
                     self._bits[_storage(value)] = self._bits.get(_storage(value), 0) | mask
+        # What a backward pass needs is kept detached, and gets its history back when a second one asks for it.
+        pairs = ((node, value) for node in self.nodes if node.kind == "detach" for value in node.inputs)
+        self._resumed = {id(value) for node, value in pairs if value.is_leaf and not node.outputs[0].is_leaf}
         self.needed = self._behind(floats_only=False)
         self.needed_floats = self._behind(floats_only=True)
 
@@ -311,7 +316,7 @@ class Graph:
             if not mask:
                 continue
             for number, value in enumerate(node.outputs):
-                if value.is_floating_point() and not value.requires_grad and id(value) in self.needed:
+                if value.is_floating_point() and self._ends(value) and id(value) in self.needed:
                     yield node, number, mask
 
     def leaks(self) -> Iterator[tuple[Node, int]]:
@@ -330,7 +335,7 @@ class Graph:
         for node in self.nodes:
             if node.hidden or not self._gradient_mask(node) >> index & 1:
                 continue
-            if any(id(v) in self.needed for v in node.outputs) and not any(v.requires_grad for v in node.outputs):
+            if any(id(v) in self.needed for v in node.outputs) and all(map(self._ends, node.outputs)):
                 yield node
 
     def readers(self, value: Any) -> list[int]:
@@ -338,6 +343,10 @@ class Graph:
         return sorted(
             {n.call for n in self.nodes if any(v is value for v in n.inputs) and any(map(self.is_needed, n.outputs))}
         )
+
+    def _ends(self, value: Any) -> bool:
+        """Does the gradient of what made this tensor end here?"""
+        return value.is_leaf and id(value) not in self._resumed
 
     def _gradient_mask(self, node: Node) -> int:
         """Moving tensors whose gradient could enter a node."""

@@ -54,6 +54,11 @@ class Traced:
         summaries = self._summaries(self._flat(moving), slopes)
         return Point(self, list(moving), list(fixed), float(loss.detach()), slopes, summaries, frozen)
 
+    def nowhere(self, moving: Sequence[Any], fixed: Sequence[Any]) -> Point:
+        """A point at which the scalar could not be computed."""
+        slopes = torch.zeros(sum(self.sizes), dtype=torch.float64)
+        return Point(self, list(moving), list(fixed), float("nan"), slopes, np.zeros((len(self.sizes), 3)), [])
+
     def directions(self, slopes: Any, seed: int, part: tuple[int, int, int] | None) -> tuple[Any, Any, Float64Array]:
         """Random and aligned direction as flat vectors, and the slopes ``[2, T]`` along them."""
         slopes = torch.where(torch.isfinite(slopes), slopes, 0.0)  # NaN · 0 would reach every tensor

@@ -55,8 +55,12 @@ class Parts:
     norms: str = _NORMS
 
     def point(self, borders: Sequence[Any], scales: Float64Array, moving: Sequence[Any], fixed: Sequence[Any]) -> Point:
-        """The sum at a point, for given scales of the outputs."""
-        return self.traced.point([*borders, *moving], [torch.as_tensor(scales), *fixed])
+        """The sum at a point, for given scales of the outputs; NaN for code that takes gradients across the borders."""
+        values = [*borders, *moving], [torch.as_tensor(scales), *fixed]
+        try:
+            return self.traced.point(*values)
+        except RuntimeError:
+            return self.traced.nowhere(*values)
 
 
 @dataclass(frozen=True, slots=True)
