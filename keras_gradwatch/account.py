@@ -22,8 +22,8 @@ from keras_gradwatch.records import (
     TensorInfo,
 )
 from keras_gradwatch.samples import codes_of
-from keras_gradwatch.summary import summarize
-from keras_gradwatch.words import MARKS, folded, number, plain
+from keras_gradwatch.summary import cost_words, summarize
+from keras_gradwatch.words import MARKS, MEANINGS, folded, number, plain
 
 #: Findings whose layer is the cause, while their tensors are what it spoils.
 LAYER_IS_CAUSE = ("mismatch", "nonfinite", "disconnected")
@@ -86,7 +86,7 @@ class Account:
         """The run in words, as ``watch.summary()``."""
         return summarize(
             self.steps, self.tensors, findings=self.findings, checks=self.checks, notes=self.notes(),
-            cost_share=self.cost.get("share", math.nan),
+            cost_share=self.cost.get("share", math.nan), cost_seconds=self._cost_seconds(),
         )  # fmt: skip
 
     def certainty(self) -> list[str]:
@@ -107,7 +107,8 @@ class Account:
         first, others = next((f for f in self.findings if f.severity == state), None), len(self.findings) - 1
         if first is not None:
             mark, title = MARKS[first.severity], f"{plain(first.finding)}: {self.place(first)}, {self.span(first)}"
-            answer = f"and {number(others, 'more finding')}, below" if others else ""
+            more = [f"and {number(others, 'more finding')}, below"] if others else []
+            answer = " ".join([*([MEANINGS[first.finding]] if first.finding in MEANINGS else []), *more])
         elif self.fails("error"):
             state, mark, title, answer = "error", "✗", "The gradient check found wrong gradients", ""
         elif not self.checks:
@@ -121,9 +122,12 @@ class Account:
         weights = sum(tensor.role == "weight" for tensor in self.tensors)
         facts = [plain(str(self.attributes.get("model", "run"))), number(self.steps, "step")]
         facts += [number(weights, "weight"), number(len(self.checks), "gradient check")]
-        share = self.cost.get("share", math.nan)
-        facts += [] if math.isnan(share) else [f"watching cost {100 * share:.1f} % of the training time"]
-        return " · ".join(facts)
+        cost = cost_words(self.cost.get("share", math.nan), self._cost_seconds())
+        return " · ".join([*facts, *([f"watching cost {cost}"] if cost else [])])
+
+    def _cost_seconds(self) -> float:
+        """All that was spent on watching; NaN when unknown."""
+        return self.cost.get("share", math.nan) * self.cost.get("training_seconds", math.nan)
 
     def place(self, finding: Finding) -> str:
         """The layer at fault with its class, or the layers if it is about several."""

@@ -24,7 +24,7 @@ _CAPTIONS: dict[str, str] = {
     "gradient_flow": "Strength of the gradient in each layer. In the shaded band it is within a factor 100 of the "
     "layers nearest the loss. Where the line leaves the band to the left, gradients fade before they reach the input.",
     "check_errors": "Analytic gradient against the measured slope of the loss. Marks inside the grey bars are right as "
-    "far as can be seen; crosses beyond them are wrong formulas.",
+    "far as can be seen; crosses beyond them are wrong formulas. Of several checks the worst is shown.",
     "norms": "Gradient norm of the layers over time. Falling to nothing or shooting up is not healthy.",
     "update_ratios": "How far each layer moves per step, for its size. Far below the shaded band it hardly learns; "
     "above it, steps may be too large.",

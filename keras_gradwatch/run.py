@@ -209,9 +209,10 @@ class Run:
         from keras_gradwatch.summary import summarize
 
         tensors = self._checks[0].tensors if self._checks else tuple(info for info, _ in self._weights)
+        share, training = (self.cost()[key] if self._steps else float("nan") for key in ("share", "training_seconds"))
         return summarize(
             steps=self._steps, tensors=tensors, findings=self._ledger.findings, checks=tuple(self._checks),
-            cost_share=self.cost()["share"] if self._steps else float("nan"), notes=tuple(self._notes),
+            cost_share=share, cost_seconds=share * training, notes=tuple(self._notes),
         )  # fmt: skip
 
     # -- what happens inside -------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ __all__ = [
     "check_facts",
     "check_mark",
     "check_word",
+    "cost_words",
     "culprit_words",
     "evidence_lines",
     "factor_words",
@@ -62,6 +63,7 @@ def summarize(
     findings: Sequence[Finding] = (),
     checks: Sequence[CheckResult] = (),
     cost_share: float = math.nan,
+    cost_seconds: float = math.nan,
     notes: Sequence[str] = (),
 ) -> str:
     """One training run in words, for a terminal.
@@ -72,7 +74,8 @@ def summarize(
         findings: what the rules found; more than three of a kind are folded.
         checks: the gradient checks made, oldest first. A tensor counts as wrong if any check found it wrong; otherwise
             the latest check that came to a conclusion counts.
-        cost_share: share of the training time spent watching, 0–1; NaN when unknown.
+        cost_share: time spent watching, as a share of the training time; NaN when unknown.
+        cost_seconds: the same in seconds; NaN when unknown.
         notes: remarks, each told on its own line after those of the checks.
 
     Returns:
@@ -87,7 +90,7 @@ def summarize(
         ✓ the weight is right: worst error 4e-09 (bar 2e-08), rounding at most 3e-07
     """
     certainty = _certainty_lines(tensors, checks, {finding.finding for finding in findings})
-    lines = [_headline(steps, tensors, len(checks), cost_share)]
+    lines = [_headline(steps, tensors, len(checks), cost_words(cost_share, cost_seconds))]
     lines += _finding_lines(findings, tensors, checks, steps)
     if not steps and not checks:
         lines.append("? nothing was tracked: no training step was seen")
@@ -120,6 +123,19 @@ def render_check(result: CheckResult, *, table: bool = True) -> str:
         lines += _table(result.checks)
     lines += evidence_lines(result.evidence)
     return "\n".join(lines + [line for note in result.notes for line in wrapped(note, first="note: ", rest="      ")])
+
+
+def cost_words(share: float, seconds: float = math.nan) -> str:
+    """What watching cost, in words; empty when unknown.
+
+    Example:
+        >>> cost_words(0.013), cost_words(0.6, 1.94)
+        ('1.3 % of training time', '1.9 s, 60.0 % of training time')
+    """
+    if math.isnan(share):
+        return ""
+    # A short run is watched for longer than it trains, since the first check traces: seconds tell that it is no matter.
+    return ("" if math.isnan(seconds) else f"{seconds:.1f} s, ") + f"{100 * share:.1f} % of training time"
 
 
 def check_mark(result: CheckResult) -> str:
@@ -183,11 +199,10 @@ def evidence_lines(evidence: Sequence[Evidence]) -> list[str]:
     ]
 
 
-def _headline(steps: int, tensors: Sequence[TensorInfo], num_checks: int, cost_share: float) -> str:
+def _headline(steps: int, tensors: Sequence[TensorInfo], num_checks: int, cost: str) -> str:
     times = {0: "not checked", 1: "checked once"}.get(num_checks, f"checked {num_checks:,} times")
     parts = [number(steps, "step"), counted(tensors) or "no tensors", times]
-    if not math.isnan(cost_share):
-        parts.append(f"cost {100 * cost_share:.1f} % of training time")
+    parts += [f"cost {cost}"] if cost else []
     return f"GradWatch   {' · '.join(parts)}"
 
 

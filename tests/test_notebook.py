@@ -83,7 +83,7 @@ def test_a_run_shows_findings_with_advice(make_run: Callable[..., pd.DataFrame])
         tensors=("model/dense_0/kernel",),
     )  # fmt: skip
     text = Reader(run_html(account_of(make_run(findings=(finding,))))).text
-    assert text.startswith("! vanishing: layer dense_0 (Dense), since step 1")
+    assert text.startswith("! vanishing: layer dense_0 (Dense), since step 1 Gradients fade on their way")
     assert text.index("Why: falls") < text.index("Try: use relu") < text.index("all 6 weights and the input are right")
 
 
