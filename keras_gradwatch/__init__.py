@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from keras_gradwatch.errors import GradientCheckError, GradientError, NonFiniteGradientError
     from keras_gradwatch.history import read_history
     from keras_gradwatch.jacobian import compute_gradient, compute_gradient_error
-    from keras_gradwatch.sinks import CSVSink, LivePlot, ParquetSink
+    from keras_gradwatch.sinks import (
+        CSVSink,
+        LivePlot,
+        MLflowSink,
+        ParquetSink,
+        TensorBoardSink,
+        TrackioSink,
+        WandbSink,
+    )
 
 __version__ = "0.1.0"
 
@@ -29,8 +37,12 @@ __all__ = [
     "GradientCheckError",
     "GradientError",
     "LivePlot",
+    "MLflowSink",
     "NonFiniteGradientError",
     "ParquetSink",
+    "TensorBoardSink",
+    "TrackioSink",
+    "WandbSink",
     "check_gradients",
     "check_layer",
     "compute_gradient",
@@ -45,8 +57,12 @@ _MODULES = {
     "GradientCheckError": "errors",
     "GradientError": "errors",
     "LivePlot": "sinks",
+    "MLflowSink": "sinks",
     "NonFiniteGradientError": "errors",
     "ParquetSink": "sinks",
+    "TensorBoardSink": "sinks",
+    "TrackioSink": "sinks",
+    "WandbSink": "sinks",
     "check_gradients": "checks",
     "check_layer": "checks",
     "compute_gradient": "jacobian",

@@ -23,6 +23,7 @@ from keras_gradwatch.records import (
     TensorInfo,
 )
 from keras_gradwatch.schema import PANDAS_VERSION, ROLES, SCHEMA, SCHEMA_VERSION, Column, categorical, schema_markdown
+from keras_gradwatch.wide import wide
 
 __all__ = [
     "SCHEMA",
@@ -32,6 +33,7 @@ __all__ = [
     "check_frame",
     "read_history",
     "schema_markdown",
+    "wide",
     "write_history",
 ]
 

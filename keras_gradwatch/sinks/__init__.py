@@ -20,11 +20,31 @@ from keras_gradwatch.records import Finding, StepRecord, TensorInfo
 if TYPE_CHECKING:
     from keras_gradwatch.sinks.live_plot import LivePlot
     from keras_gradwatch.sinks.tables import CSVSink, ParquetSink
+    from keras_gradwatch.sinks.trackers import MLflowSink, TensorBoardSink, TrackioSink, WandbSink
 
-__all__ = ["CSVSink", "LivePlot", "ParquetSink", "Sink", "SinkSet", "user_stacklevel"]
+__all__ = [
+    "CSVSink",
+    "LivePlot",
+    "MLflowSink",
+    "ParquetSink",
+    "Sink",
+    "SinkSet",
+    "TensorBoardSink",
+    "TrackioSink",
+    "WandbSink",
+    "user_stacklevel",
+]
 
 #: Module of each sink, loaded when it is first used.
-_MODULES = {"CSVSink": "tables", "LivePlot": "live_plot", "ParquetSink": "tables"}
+_MODULES = {
+    "CSVSink": "tables",
+    "LivePlot": "live_plot",
+    "MLflowSink": "trackers",
+    "ParquetSink": "tables",
+    "TensorBoardSink": "trackers",
+    "TrackioSink": "trackers",
+    "WandbSink": "trackers",
+}
 
 Sink = Callable[[Finding], object]
 
