@@ -3,7 +3,9 @@
 import contextlib
 import json
 import math
+import os
 import sqlite3
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -174,11 +176,13 @@ def test_wandb_records_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
 
 
-def test_trackio_records_locally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A local run holds the numbers."""
+def test_trackio_records_locally(tmp_path: Path) -> None:
+    """A local run holds the numbers. In a process of its own: Trackio reads its folder when it is imported."""
     pytest.importorskip("trackio")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
-    run(TrackioSink(every=1, project="watched", name="one"))
+    program = "from test_trackers import *; run(TrackioSink(every=1, project='watched', name='one'))"
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path), "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", program], env=environment, check=True)
     (database,) = tmp_path.rglob("watched*.db")
     with contextlib.closing(sqlite3.connect(database)) as connection:
         rows = [json.loads(row[0]) for row in connection.execute("select metrics from metrics order by step")]
