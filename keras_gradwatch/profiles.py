@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from keras_gradwatch.account import worst_checks
+from keras_gradwatch.account import Account, worst_checks
 from keras_gradwatch.pictures import (
     ALARM,
     BLUE,
@@ -25,6 +26,7 @@ from keras_gradwatch.pictures import (
     log_axis,
     log_range,
     mark_rows,
+    name_of,
     name_rows,
     say,
     view_of,
@@ -48,6 +50,9 @@ _STYLES = {
     "ok": (BLUE, "o", 24),
 }
 _ALARMING = ("mismatch", "nonfinite", "imprecise")
+#: Verdicts whose names alone could be taken for faults.
+_LEGEND = {name: f"{name}: no fault" for name in ("kink", "zero", "declared")}
+_MOST_FAULTS = 12
 
 
 def gradient_flow(history: pd.DataFrame | View, *, ax: Axes | None = None) -> Axes:
@@ -106,13 +111,15 @@ def check_errors(history: pd.DataFrame | View, *, ax: Axes | None = None) -> Axe
 
     Returns:
         The axes. Each tensor shows its worst check: the most alarming verdict, then the largest error. A mark at the
-        left edge stands for an error of zero or one that was not measured, at the right edge for NaN or Inf.
+        left edge stands for an error of zero or one that was not measured, at the right edge for NaN or Inf. The layer
+        at fault is named on the right: what it spoils lies before it, and its own weights may well be right.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
         ValueError: ``history`` is not a history frame.
     """
-    rows = worst_checks(view_of(history).account)
+    account = view_of(history).account
+    rows = worst_checks(account)
     axes = axes_or_new(ax, height=height_for(len(rows)))
     axes.set_title("Gradient check: is each formula right?", loc="left")
     if not rows:
@@ -127,7 +134,7 @@ def check_errors(history: pd.DataFrame | View, *, ax: Axes | None = None) -> Axe
         area = size if verdict in _ALARMING or len(rows) < 60 else size / 3
         shown = np.clip(np.nan_to_num(errors[places], nan=high if verdict == "nonfinite" else low), low, high)
         axes.scatter(
-            shown, places, s=area, c=colour, marker=marker, label=f"{verdict} ({len(places)})",
+            shown, places, s=area, c=colour, marker=marker, label=f"{_LEGEND.get(verdict, verdict)} ({len(places)})",
             linewidths=0, zorder=3, clip_on=False,
         )  # fmt: skip
     if np.isnan(errors).all():
@@ -138,7 +145,20 @@ def check_errors(history: pd.DataFrame | View, *, ax: Axes | None = None) -> Axe
     axes.set_xlabel("relative error   (grey line: error bar, within which no difference can be seen)")
     light_grid(axes)
     legend(axes, place="above")
+    _name_faults(axes, account, [info for info, _ in rows])
     return axes
+
+
+def _name_faults(axes: Axes, account: Account, tensors: Sequence[TensorInfo]) -> None:
+    """The layers with a wrong backward pass, each at its first weight, or just after what it spoils if it has none."""
+    faults = [finding for finding in account.findings if finding.finding == "mismatch"]
+    for finding in faults[:_MOST_FAULTS]:
+        own = [row for row, info in enumerate(tensors) if info.layer == finding.layer]
+        spoiled = [row for row, info in enumerate(tensors) if info.tensor in finding.tensors]
+        if own or spoiled:
+            text, row = f"◂ fault in {name_of(finding.layer)}", own[0] if own else spoiled[-1] + 0.5
+            place = axes.get_yaxis_transform()
+            axes.text(1.008, row, text, transform=place, va="center", ha="left", fontsize=8.5, fontweight="bold")
 
 
 def _draw_profile(axes: Axes, values: Float64Array, label: str, style: tuple[str, str, str]) -> None:

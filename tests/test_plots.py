@@ -130,6 +130,17 @@ def test_a_wrong_tensor_is_named_among_three_hundred(make_run) -> None:
     assert wrong.get_offsets().tolist() == [[0.1, 8]]
 
 
+def test_the_fault_is_named_beside_what_it_spoils(make_run) -> None:
+    """The layer at fault stands at its own weight, or after what it spoils if it has none, not at it."""
+    spoiled = {"first_step": 1, "last_step": 20, "message": "", "tensors": ("model/dense_0/kernel",)}
+    for layer, row in (("dense_2", 5), ("reversal", 1.5)):
+        finding = Finding(finding="mismatch", layer=layer, **spoiled)
+        axes = plots.check_errors(make_run(wrong=1, findings=(finding,)))
+        places = {text.get_text(): text.get_position()[1] for text in axes.texts}
+        assert places == {f"◂ fault in {layer}": row}
+    assert list(plots.check_errors(make_run()).texts) == []
+
+
 def test_few_layers_all_have_a_colour_and_many_share_a_range(make_run) -> None:
     """Six layers are six named lines; of 40 the weakest and the strongest are named, the others counted."""
     few, many = (plots.norms(make_run(layers=count)) for count in (6, 40))
