@@ -31,10 +31,19 @@ _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
 def as_seen(batch: Any) -> Any:
-    """A batch from an iterator as ``train_step`` sees it: Keras wraps a missing sample weight in an Optional."""
+    """A batch from an iterator as ``train_step`` sees it; where replicas share one, all their parts together."""
     if type(batch) is tuple and all(isinstance(part, tf.Tensor) for part in batch):
         return batch  # nothing to unwrap, told without a walk through the structure
-    return keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch)
+    return keras.tree.map_structure(_leaf_seen, batch)
+
+
+def _leaf_seen(leaf: Any) -> Any:
+    if isinstance(leaf, tf.experimental.Optional):  # Keras wraps a missing sample weight
+        return None
+    if isinstance(leaf, tf.distribute.DistributedValues):
+        parts = [_leaf_seen(part) for part in leaf.values]
+        return None if parts[0] is None else tf.concat(parts, axis=0)
+    return leaf
 
 
 def updates_done(model: Any) -> int | None:
@@ -259,7 +268,7 @@ class TrackedStep:
         numbers = [self._index_of(layout), 0.0 if loss is None else tf.reduce_mean(tf.cast(loss, tf.float64))]
         parts = [tf.stack(numbers), *([gradient_reductions(dense)] if dense else []), weight_reductions(before, after)]
         report: dict[str, Any] = {_NUMBERS: tf.concat(parts, axis=0)}
-        if 0 < sum(layout.sizes) <= KEEP_WEIGHTS_LIMIT and replicas == 1:  # Keras would average them over the replicas.
+        if 0 < sum(layout.sizes) <= KEEP_WEIGHTS_LIMIT:  # the mean over equal copies, under replicas
             report[_WEIGHTS] = tuple(before)
         return report
 
