@@ -12,6 +12,7 @@ if keras.backend.backend() != "torch":
 import torch  # noqa: E402
 from per_backend import array  # noqa: E402
 
+from keras_gradwatch.backends.torch_step import TrackedStep  # noqa: E402
 from keras_gradwatch.capture import Capture, CapturedStep, Request  # noqa: E402
 from keras_gradwatch.records import STATISTICS  # noqa: E402
 from keras_gradwatch.stats import statistics_of  # noqa: E402
@@ -241,3 +242,23 @@ def test_every_batch_is_seen_once(data: Callable[[], Any]) -> None:
     recorder = Recorder()
     fit(dense_model(), recorder, x=data(), y=None, batch_size=None, steps_per_epoch=3)
     np.testing.assert_array_equal(np.concatenate([array(captured.batch[0]) for captured in recorder.captured]), X)
+
+
+@pytest.mark.parametrize("shares", ["nothing", "wrapper inside", "hooks"])
+def test_processes_that_train_apart_are_told(monkeypatch: pytest.MonkeyPatch, shares: str) -> None:
+    """With several processes and nothing that shares their gradients there is a warning that says what to do."""
+    model = dense_model()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    if shares == "wrapper inside":
+        wrapper = torch.nn.parallel.DistributedDataParallel
+        model.layers[0].__dict__["parallel"] = wrapper.__new__(wrapper)
+    elif shares == "hooks":
+        model.layers[0].kernel.value.register_hook(lambda gradient: gradient)
+    if shares != "nothing":
+        TrackedStep(model, model.train_function)
+        return
+    with pytest.warns(
+        RuntimeWarning, match=r"2 processes train model 'sequential.*DistributedDataParallel.*all-reduce"
+    ):
+        TrackedStep(model, model.train_function)

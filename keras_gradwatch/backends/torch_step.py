@@ -72,6 +72,7 @@ class TrackedStep:
     """
 
     def __init__(self, model: Any, function: Callable[[Any], Any]) -> None:
+        _warn_if_unsynchronised(model)
         self._model, self._function = model, function
         self._running = threading.local()
         self._patches = [
@@ -156,6 +157,29 @@ class TrackedStep:
 
     def _sink(self) -> _Sink | None:
         return getattr(self._running, "sink", None)
+
+
+def _warn_if_unsynchronised(model: Any) -> None:
+    """Say that several processes train models of their own, when nothing in sight shares their gradients.
+
+    Keras' ``fit`` shares nothing on torch, also after ``DistributedDataParallel(model)``: it never calls the wrapper
+    (seen in Keras 3.15: weights drift apart without a word).
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    count = torch.distributed.get_world_size()
+    held = [value for layer in model._flatten_layers() for value in vars(layer).values()]
+    wrapped = any(isinstance(value, torch.nn.parallel.DistributedDataParallel) for value in held)
+    hooked = any(variable._value._backward_hooks for variable in model.trainable_variables)
+    if count > 1 and not wrapped and not hooked:
+        warnings.warn(
+            f"{count} processes train model {model.name!r} by fit, and nothing was found that shares their gradients: "
+            "Keras does not on PyTorch, also when the model was wrapped in DistributedDataParallel. Call the wrapper "
+            "inside the call of a subclassed model, or register hooks that all-reduce each parameter's gradient. "
+            "Until then every process trains, and GradWatch watches, a model of its own.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 @contextmanager
