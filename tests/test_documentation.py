@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import keras_gradwatch
 from keras_gradwatch import records, schema
 
 ROOT = Path(__file__).parent.parent
@@ -64,6 +65,20 @@ def test_every_verdict_is_explained() -> None:
     """The documentation holds the verdicts of the check, all of them and no others."""
     page = (ROOT / "docs" / "history.md").read_text(encoding="utf-8")
     assert table_names(page.partition("## Verdicts")[2]) == set(records.VERDICTS)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """The page of the API names everything that the package offers at its top."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\.\. auto\w+:: keras_gradwatch\.(\w+)$", page, re.MULTILINE))
+    assert set(keras_gradwatch.__all__) - named == set(), "add these names to docs/api.md"
+
+
+def test_every_page_is_in_a_table_of_contents() -> None:
+    """No page of the documentation is left out of the index."""
+    folder = ROOT / "docs"
+    listed = set(re.findall(r"^([a-z-]+)$", (folder / "index.md").read_text(encoding="utf-8"), re.MULTILINE))
+    assert {path.stem for path in folder.glob("*.md")} - {"index"} - listed == set()
 
 
 def test_every_room_is_on_the_architecture_page() -> None:

@@ -51,7 +51,8 @@ def readers_names() -> dict[str, Any]:
     model.fit(x, y, verbose=0, callbacks=[watch])
     return {
         "model": model, "x": x, "y": y, "images": x, "texts": x, "keras": keras, "np": np, "watch": watch,
-        "MyLayer": MyLayer, "f": lambda z: z * z, "__name__": "snippet",
+        "MyLayer": MyLayer, "f": lambda z: z * z, "my_function": lambda z, weights: keras.ops.matmul(z, weights["w"]),
+        "w": np.ones((6, 2), "float32"), "__name__": "snippet",
     }  # fmt: skip
 
 
