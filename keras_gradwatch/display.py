@@ -58,7 +58,7 @@ class DisplayText(str):
         return format(self[:], specification)
 
     def _repr_html_(self) -> str:
-        return f'<pre style="white-space: pre-wrap">{escape(self[:])}</pre>'
+        return f'<pre style="white-space: pre-wrap; font-family: monospace">{escape(self[:])}</pre>'
 
 
 def show_check(result: CheckResult) -> str:

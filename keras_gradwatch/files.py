@@ -101,7 +101,10 @@ def _open_text(path: _Path, mode: Literal["wt"]) -> TextIO:
 
 def _read_parquet(path: _Path) -> pd.DataFrame:
     if not journal_of(path).exists():
-        return pd.read_parquet(path, engine="pyarrow").reset_index(drop=True)
+        try:
+            return pd.read_parquet(path, engine="pyarrow").reset_index(drop=True)
+        except require("pyarrow", "parquet").ArrowException as error:  # the bare class, for some damage, in pyarrow 15
+            raise ValueError(str(error)) from error
     parts: list[pd.DataFrame] = []
     attributes: dict[str, Any] = {}
     for piece in pieces(path):

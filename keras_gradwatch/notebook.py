@@ -77,7 +77,7 @@ def run_html(account: Account) -> str:
         )
     banner = account.banner()
     parts = [_banner(banner.state, banner.mark, banner.title, banner.answer, f"GradWatch · {banner.facts}")]
-    parts += [_finding(account, finding) for finding in account.findings[:_MOST_FINDINGS]]
+    parts += [_finding(account, finding, told=banner.answer) for finding in account.findings[:_MOST_FINDINGS]]
     left_out = len(account.findings) - _MOST_FINDINGS
     parts += [f"<div>… and {left_out:,} more</div>"] if left_out > 0 else []
     parts += [_line(line) for line in account.certainty()]
@@ -87,11 +87,12 @@ def run_html(account: Account) -> str:
     return _page(parts)
 
 
-def _finding(account: Account, finding: Finding) -> str:
+def _finding(account: Account, finding: Finding, *, told: str) -> str:
     colour = _COLOURS[finding.severity]
     name = f'<b style="color: {colour}">{MARKS[finding.severity]} {escape(plain(finding.finding))}</b>'
     head = f"{name} &nbsp;<b>{escape(account.place(finding))}</b> &nbsp;{_small(account.span(finding), tag='span')}"
-    lines = [head, escape(MEANINGS.get(finding.finding, "")), f"<b>Why:</b> {escape(short(finding.message, 1_000))}"]
+    meaning = MEANINGS.get(finding.finding, "")
+    lines = [head, "" if meaning in told else escape(meaning), f"<b>Why:</b> {escape(short(finding.message, 1_000))}"]
     lines += [f"<b>Try:</b> {escape(short(finding.advice, 1_000))}"] if finding.advice else []
     return _box(finding.severity, "<br>".join(line for line in lines if line))
 

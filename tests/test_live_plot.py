@@ -1,3 +1,5 @@
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,6 +91,30 @@ def test_a_second_run_starts_afresh(clock: list[float]) -> None:
         live(FINDING)
         live.close()
     assert figures[1].get_suptitle() == figures[0].get_suptitle()
+
+
+def test_in_a_notebook_the_picture_is_replaced_in_place(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first picture is displayed, each later one updates it; a new run gets a place of its own."""
+    calls: list[str] = []
+
+    class DisplayHandle:
+        def display(self, figure: Any) -> None:
+            calls.append("display")
+
+        def update(self, figure: Any) -> None:
+            calls.append("update")
+
+    notebook = SimpleNamespace(get_ipython=object, display=SimpleNamespace(DisplayHandle=DisplayHandle))
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    monkeypatch.setitem(sys.modules, "IPython.display", notebook.display)
+    live = LivePlot(5)
+    for _ in range(2):
+        live.open(TENSORS, {})
+        live.write(record(1))
+        clock[0] += 6
+        live.write(record(2))
+        live.close()
+    assert calls == ["display", "update", "display", "update"]
 
 
 def test_outside_of_a_notebook_it_warns_and_training_goes_on() -> None:
