@@ -5,8 +5,8 @@
 A small model trains with ``ParquetSink`` and ``CSVSink`` and goes on after each kill from what it last saved, in one
 stroke (the files of ``BackupAndRestore`` are broken when a kill meets them half written). After every kill both files
 must be readable and hold each step once, in order; no row of a step before the last flush may be missing. The run tells
-what it flushed through a pipe. Steps after the last flush are lost by design: what was saved may be newer than that, so a
-resumed run can leave a gap where a kill cut the file off, and nowhere else.
+what it flushed through a pipe. Steps after the last flush are lost by design: what was saved may be newer than that, so
+a resumed run can leave a gap where a kill cut the file off, and nowhere else.
 """
 
 from __future__ import annotations
