@@ -18,8 +18,8 @@ import keras
 import numpy as np
 import pandas as pd
 import pytest
-import tensorflow as tf
-from keras import layers
+from keras import layers, ops
+from per_backend import BACKEND
 
 from keras_gradwatch import GradWatch
 
@@ -144,6 +144,8 @@ class Adversarial(keras.Model):
         return self.discriminator(inputs)
 
     def train_step(self, data: Any) -> dict[str, Any]:
+        import tensorflow as tf
+
         real = data[0] if isinstance(data, tuple) else data
         noise = tf.ones((tf.shape(real)[0], 3)) * real[:, :3]
         with tf.GradientTape(persistent=True) as tape:
@@ -157,6 +159,43 @@ class Adversarial(keras.Model):
             weights = network.trainable_variables
             optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
         return {"judged": judged, "fooled": fooled}
+
+
+class Absolute(keras.Model):
+    """A training step of its own, in the manner of JAX: state in, state out."""
+
+    def __init__(self) -> None:
+        super().__init__(name="absolute")
+        self.first, self.last = layers.Dense(6, activation="tanh"), layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.last(self.first(inputs))
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        import jax
+
+        weights, others, slots, metrics = state
+        x, y = data[:2]
+
+        def loss(weights: Any) -> Any:
+            predictions, after = self.stateless_call(weights, others, x)
+            return ops.mean(ops.abs(predictions - y)), after
+
+        (value, others), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
+        weights, slots = self.optimizer.stateless_apply(slots, gradients, weights)
+        return {"loss": value}, (weights, others, slots, metrics)
+
+
+def absolute(optimizer: keras.optimizers.Optimizer) -> keras.Model:
+    model = Absolute()
+    model.compile(optimizer, "mse")
+    return model
+
+
+def dataset() -> Any:
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(24).batch(7)
 
 
 def adversarial(optimizer: keras.optimizers.Optimizer) -> keras.Model:
@@ -230,7 +269,7 @@ CASES = {
     "two_inputs_two_outputs": case(two_by_two, fit(*TWO_BY_TWO)),
     "sample_weight": case(classifier, fit(X, LABELS, sample_weight=WEIGHTS)),
     "class_weight": case(classifier, fit(X, LABELS, class_weight={0: 1.0, 1: 3.0, 2: 0.5})),
-    "tf_data": case(plain, fit(lambda: tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(24).batch(7), shuffle=False)),
+    "tf_data": case(plain, fit(dataset, shuffle=False)),
     "pydataset": case(plain, fit(Batches)),
     "generator": case(plain, fit(batches, steps_per_epoch=3, shuffle=False)),
     # Seven batches in blocks of three: the last block is short. Weights are seen only between blocks.
@@ -251,7 +290,14 @@ CASES = {
     "two_optimizers": case(adversarial, fit(X)),
     "two_fits": case(plain, two_fits),
     "recompile_between_fits": case(plain, recompiled),
+    "own_train_step": case(absolute),
 }
+#: Cases that need an engine, or a training step written for one.
+ONLY = {
+    "tf_data": ("tensorflow",), "two_optimizers": ("tensorflow",), "own_train_step": ("jax",),
+    "steps_per_execution": ("tensorflow", "jax"),
+}  # fmt: skip
+CASES = {name: kind for name, kind in CASES.items() if BACKEND in ONLY.get(name, (BACKEND,))}
 
 
 def train(
@@ -302,7 +348,20 @@ def same(values: dict[str, Any], expected: dict[str, Any], tolerance: float) -> 
 def draws() -> tuple[Any, ...]:
     """The next number of every global random stream."""
     legacy = np.random.random()  # noqa: NPY002  the global stream is what the callback must leave alone
-    return random.random(), legacy, float(keras.random.uniform(())), float(tf.random.uniform(()))
+    return random.random(), legacy, float(keras.random.uniform(())), *native_draws()
+
+
+def native_draws() -> tuple[float, ...]:
+    """The same of the backend's own stream; JAX has none."""
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return (float(tf.random.uniform(())),)
+    if BACKEND == "torch":
+        import torch
+
+        return (float(torch.rand(())),)
+    return ()
 
 
 @pytest.mark.parametrize("name", CASES)
