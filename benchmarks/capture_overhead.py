@@ -5,12 +5,15 @@
 In each round every variant gets a new copy of the model, and all copies take turns on the same batch in random order,
 so that a busy machine slows all of them. Printed are the medians and 10th percentiles of all calls and their ratio to
 ``plain``; ``plain again`` is a second plain copy, the noise. Data pipeline, progress bar and callbacks are left out:
-the share of a whole ``fit`` is smaller. Figures: ``RESULTS.md``, section "Capture".
+the share of a whole ``fit`` is smaller. Figures: ``RESULTS.md``, section "Capture". ``KERAS_BACKEND``
+chooses the backend.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import itertools
 import os
 import platform
 import time
@@ -22,7 +25,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from keras_gradwatch.capture import Capture, Request
 
@@ -103,13 +105,40 @@ VARIANTS = {
 def train_call(build: Callable[[], tuple[Any, ...]], request: Request | None, *, jit: bool) -> Callable[[], Any]:
     """One call of the train function, its loss fetched."""
     model, x, y, loss = build()
-    model.compile("adam", loss, jit_compile=jit)
+    model.compile("adam", loss, jit_compile="auto" if keras.backend.backend() == "jax" else jit)
     data = x.astype("float32") if x.dtype == np.float64 else x, y.astype("float32") if y.dtype == np.float64 else y
-    iterator = iter(tf.data.Dataset.from_tensors(data).repeat())
+    model._symbolic_build(data_batch=data)
     model.make_train_function()
     if request is not None:
         Capture.attach(model, Listener(request))
-    return lambda: model.train_function(iterator)["loss"].numpy()
+    return STEPS[keras.backend.backend()](model, data)
+
+
+def tensorflow_step(model: Any, data: Any) -> Callable[[], Any]:
+    import tensorflow as tf
+
+    iterator = iter(tf.data.Dataset.from_tensors(data).repeat())
+    return lambda: float(model.train_function(iterator)["loss"])
+
+
+def jax_step(model: Any, data: Any) -> Callable[[], Any]:
+    """The state goes from call to call, as in ``fit``."""
+    groups = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)
+    state = [tuple([v.value for v in group] for group in (*groups, model.metrics_variables))]
+    batches = itertools.repeat(data)
+
+    def call() -> float:
+        logs, state[0] = model.train_function(state[0], batches)
+        return float(logs["loss"])
+
+    return call
+
+
+def torch_step(model: Any, data: Any) -> Callable[[], Any]:
+    return lambda: float(model.train_function([data])["loss"])
+
+
+STEPS = {"tensorflow": tensorflow_step, "jax": jax_step, "torch": torch_step}
 
 
 def measure(name: str, *, rounds: int, calls: int, jit: bool) -> None:
@@ -139,7 +168,8 @@ def main() -> None:
     arguments = parser.parse_args()
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"{platform.machine()}, {os.cpu_count()} cores, load {load}")
-    print(f"TensorFlow {tf.__version__}, Keras {keras.__version__}")
+    backend = keras.backend.backend()
+    print(f"{backend} {importlib.metadata.version(backend)}, Keras {keras.__version__}")
     for name in arguments.models or MODELS:
         measure(name, rounds=arguments.rounds, calls=arguments.calls, jit=arguments.jit)
 

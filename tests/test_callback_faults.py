@@ -6,8 +6,8 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
-from keras import layers
+from keras import layers, ops
+from per_backend import planted
 
 from keras_gradwatch import GradientCheckError, GradientError, GradWatch, NonFiniteGradientError
 from keras_gradwatch.records import Finding
@@ -42,15 +42,14 @@ class Mixing(keras.layers.Layer):
         self.bias = self.add_weight(name="bias", shape=(shape[-1],), initializer="zeros")
 
     def call(self, inputs: Any) -> Any:
-        @tf.custom_gradient
-        def mixed(x: Any, kernel: Any, bias: Any) -> Any:
-            return x @ kernel + bias, lambda upstream: self.backward(upstream, x, kernel)
-
-        return mixed(inputs, tf.convert_to_tensor(self.kernel), tf.convert_to_tensor(self.bias))
+        mixed = planted(
+            lambda x, kernel, bias: x @ kernel + bias, lambda upstream, *parts: self.backward(upstream, *parts[:2])
+        )
+        return mixed(inputs, ops.convert_to_tensor(self.kernel), ops.convert_to_tensor(self.bias))
 
 
 def right(upstream: Any, x: Any, kernel: Any) -> tuple[Any, Any, Any]:
-    return upstream @ tf.transpose(kernel), tf.transpose(x) @ upstream, tf.reduce_sum(upstream, 0)
+    return upstream @ ops.transpose(kernel), ops.transpose(x) @ upstream, ops.sum(upstream, 0)
 
 
 def of_right(change: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> Backward:
@@ -58,11 +57,11 @@ def of_right(change: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> Backwar
 
 
 def transposed(upstream: Any, x: Any, kernel: Any) -> tuple[Any, Any, Any]:
-    return upstream @ kernel, tf.transpose(upstream) @ x, tf.reduce_sum(upstream, 0)
+    return upstream @ kernel, ops.transpose(upstream) @ x, ops.sum(upstream, 0)
 
 
 def last_sample_only(upstream: Any, x: Any, kernel: Any) -> tuple[Any, Any, Any]:
-    return upstream @ tf.transpose(kernel), tf.transpose(x) @ upstream, upstream[-1]
+    return upstream @ ops.transpose(kernel), ops.transpose(x) @ upstream, upstream[-1]
 
 
 #: Each with the weights and the input that must be called wrong; everything after the layer must be called right.
@@ -72,7 +71,7 @@ FAULTS: dict[str, tuple[Backward, set[str]]] = {
     "kernel_gradient_too_large": (of_right(lambda dx, dk, db: (dx, 1.1 * dk, db)), {"faulty/kernel"}),
     "sign_flipped": (of_right(lambda dx, dk, db: (-dx, dk, db)), UPSTREAM),
     "batch_sum_missing": (last_sample_only, {"faulty/bias"}),
-    "zero": (of_right(lambda dx, dk, db: (tf.zeros_like(dx), dk, db)), UPSTREAM),
+    "zero": (of_right(lambda dx, dk, db: (ops.zeros_like(dx), dk, db)), UPSTREAM),
     "transposed": (transposed, {*UPSTREAM, "faulty/kernel"}),
 }
 

@@ -65,4 +65,9 @@ def _module(part: str) -> ModuleType:
             f"Keras runs on the {name!r} backend. Expected one of {', '.join(_SUPPORTED)}. "
             f"Set KERAS_BACKEND={_SUPPORTED[0]} before importing keras."
         )
+    if name == "jax" and keras.config.is_nnx_enabled():
+        raise NotImplementedError(
+            "Keras runs in its NNX mode. Expected plain JAX, where a training step can be watched. "
+            "Unset KERAS_NNX_ENABLED before importing keras."
+        )
     return importlib.import_module(f"keras_gradwatch.backends.{name}_{part}")
