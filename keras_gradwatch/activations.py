@@ -160,6 +160,10 @@ class Looks:
         if step >= 2 * self._last and self._done != step:
             self._look(step, done=step)
 
+    def forget(self) -> None:
+        """Training goes on from an earlier state: drop the looks at the one that is given up."""
+        self.records = []
+
     def _take(self, step: int, batch: Batch) -> None:
         if step != self._taken and not batch.loose_parts:
             self._pool.add(batch)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_gradwatch.check import CheckSettings, Outcome, Part, Problem, check_problem
+from keras_gradwatch.halving import row_words
 from keras_gradwatch.probe import Subject, layer_paths
 from keras_gradwatch.records import Culprit, Float64Array
 
@@ -239,8 +240,7 @@ def _bad_rows(value: Any) -> str:
     if array.ndim == 0:
         return "its only value"
     rows = np.flatnonzero(bad.reshape(len(array), -1).any(axis=1))
-    shown = ", ".join(str(r) for r in rows[:5])
-    return f"row{'s' if len(rows) > 1 else ''} {shown}{' …' if len(rows) > 5 else ''} of the batch"
+    return row_words(rows.tolist())
 
 
 def _cut_words(kind: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 
+from keras_gradwatch.actions import Rollback
 from keras_gradwatch.capture import Capture
 from keras_gradwatch.display import DisplayText
 from keras_gradwatch.probe import batch_of
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-_ACTIONS = ("stop", "raise")
+_ACTIONS = ("stop", "raise", "rollback")
 
 
 @keras.saving.register_keras_serializable(package="keras_gradwatch")
@@ -45,7 +47,9 @@ class GradWatch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships 
         rules: ``"default"`` or a sequence of callables ``rule(window) -> findings``.
         stop_on: names of findings that end training, or ``"errors"`` for mismatch, nonfinite and disconnected.
         action: what ``stop_on`` does: ``"stop"`` sets ``model.stop_training``; ``"raise"`` raises out of ``fit`` before
-            any later callback sees the step.
+            any callback sees the step; ``"rollback"`` goes back to the last healthy state, cuts the learning rate and
+            goes on with the next batch, a few times: see :class:`~keras_gradwatch.actions.Rollback`, which may be given
+            instead of the word.
         surrogates: names or paths of layers whose backward differs from the forward on purpose.
         sinks: callables that take each new finding; see :mod:`keras_gradwatch.sinks`.
         seed: of the check's directions.
@@ -63,7 +67,7 @@ class GradWatch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships 
 
     def __init__(
         self, probe: Any = 8, *, check_freq: int | str | None = "epoch", track_freq: int | None = 1,
-        rules: str | Sequence[Rule] = "default", stop_on: str | Sequence[str] = (), action: str = "stop",
+        rules: str | Sequence[Rule] = "default", stop_on: str | Sequence[str] = (), action: str | Rollback = "stop",
         surrogates: Sequence[str] = (), sinks: Sequence[Callable[[Finding], object]] = (), seed: int = 0,
         verbose: int = 1,
     ) -> None:  # fmt: skip
@@ -73,7 +77,7 @@ class GradWatch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships 
         self.probe, self.check_freq, self.track_freq = _checked_probe(probe), _plain(check_freq), _plain(track_freq)
         self.rules = rules if rules == "default" else _checked_rules(rules)
         self.stop_on = _checked_stop_on(stop_on, known_only=rules == "default")
-        self.action = _checked_choice("action", action, _ACTIONS)
+        self.action = action if isinstance(action, Rollback) else _checked_choice("action", action, _ACTIONS)
         self.surrogates = _checked_names("surrogates", surrogates)
         self.sinks = _checked_sinks(sinks)
         self.seed = int(_checked_choice("seed", seed, None))
@@ -128,7 +132,7 @@ class GradWatch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships 
         self._stop_watching()
         if isinstance(self.probe, Iterator):
             self.probe = batch_of(self.probe).parts  # its first batch, for this and every later run
-        self._run = Run(self.model, self._settings(), release=self._stop_watching)
+        self._run = Run(self.model, self._settings(), release=self._stop_watching, retrace=self._retrace)
         self._run.begin()
         self._capture = Capture.attach(self.model, self._run)
 
@@ -168,14 +172,16 @@ class GradWatch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships 
                     f"Received {name} of type {type(value).__name__}. Expected the default kind, which has a JSON "
                     f"form. Build the callback without {name} to save its configuration, and set it after loading."
                 )
-        names = ("probe", "check_freq", "track_freq", "rules", "action", "seed", "verbose")
+        names = ("probe", "check_freq", "track_freq", "rules", "seed", "verbose")
         config = {name: getattr(self, name) for name in names}
-        return config | {"stop_on": list(self.stop_on), "surrogates": list(self.surrogates)}
+        action = asdict(self.action) if isinstance(self.action, Rollback) else self.action
+        return config | {"action": action, "stop_on": list(self.stop_on), "surrogates": list(self.surrogates)}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> GradWatch:
         """The callback that :meth:`get_config` describes."""
-        return cls(**config)
+        action = config.get("action", "stop")
+        return cls(**{**config, "action": Rollback(**action) if isinstance(action, Mapping) else action})
 
     def _settings(self) -> Settings:
         return Settings(
@@ -184,6 +190,10 @@ class GradWatch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships 
             stop_on=self.stop_on, action=self.action, surrogates=self.surrogates, sinks=self._sink_set, seed=self.seed,
             verbose=self.verbose,
         )  # fmt: skip
+
+    def _retrace(self) -> None:
+        if self._capture is not None:
+            self._capture.retrace()
 
     def _stop_watching(self) -> None:
         if self._capture is not None:

@@ -58,8 +58,13 @@ class Listener(Protocol):
         """
         ...
 
-    def after_step(self, step: int, captured: CapturedStep | None) -> None:
-        """The step has run. ``captured`` is ``None`` when it was not asked to be tracked."""
+    def after_step(self, step: int, captured: CapturedStep | None) -> bool:
+        """The step has run. ``captured`` is ``None`` when it was not asked to be tracked.
+
+        Returns:
+            Whether the listener has put the model back into an earlier state: the step's logs are then dropped, so that
+            callbacks do not act upon them.
+        """
         ...
 
 
@@ -167,6 +172,10 @@ class Capture:
         """Say that the next call of the train function belongs to this run (in ``on_train_batch_begin``)."""
         self._batches_announced = self._batch_begun = True
 
+    def retrace(self) -> None:
+        """Compile the steps to come anew until the last capture leaves: something a compiled one holds has changed."""
+        self._dispatcher.retrace()
+
     @property
     def steps_seen(self) -> int:
         """Number of training steps since attaching."""
@@ -189,6 +198,8 @@ class _Dispatcher:
         self._backend = step_backend()
         self._tracked: Any = None
         self._captures: tuple[Capture, ...] = ()
+        self._before_retrace: Callable[[Any], Any] | None = None
+        self._good_logs: Any = None
 
     def add(self, capture: Capture) -> None:
         """Let one more listener in; a place it still holds from an earlier run is given up."""
@@ -205,8 +216,18 @@ class _Dispatcher:
             return
         if self._tracked is not None:
             self._tracked.release()
+        self._good_logs = None
+        if self._before_retrace is not None:
+            self._original, self._before_retrace, self._tracked = self._before_retrace, None, None
         if self.model.train_function is self:
             self.model.train_function = self._original
+
+    def retrace(self) -> None:
+        """Trace the user's step again. The function it has now comes back with the end of the run."""
+        self._before_retrace = self._before_retrace or self._original
+        self.model.make_train_function(force=True)
+        self._original, self.model.train_function = self.model.train_function, self
+        self._tracked = None
 
     def __call__(self, *arguments: Any) -> Any:
         """One call of Keras' train function: one step, or a block of ``steps_per_execution`` of them."""
@@ -245,7 +266,9 @@ class _Dispatcher:
                 if logs is None:
                     raise
                 break
-            self._announce(call, one, captured)
+            if self._announce(call, one, captured):
+                logs = self._good_logs or self.model.get_metrics_result()
+            self._good_logs = logs
             if self.model.stop_training:
                 break
         return logs
@@ -267,11 +290,15 @@ class _Dispatcher:
         result: tuple[Any, CapturedStep] = self._tracked.run(call, source)
         return result
 
-    def _announce(self, call: Call, plan: _Plan, captured: CapturedStep | None) -> None:
+    def _announce(self, call: Call, plan: _Plan, captured: CapturedStep | None) -> bool:
+        """Tell every listener; True when one of them has taken the step back."""
         self.steps += 1
         with call.present():
-            for capture, request in plan.requests:
+            taken_back = [
                 capture.listener.after_step(capture.steps_seen, captured if request.track else None)
+                for capture, request in plan.requests
+            ]
+        return any(taken_back)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from keras_gradwatch.backends import program_backend
 from keras_gradwatch.blame import Blame
 from keras_gradwatch.check import CheckSettings
 from keras_gradwatch.errors import GradientCheckError, gist
+from keras_gradwatch.halving import dominant_row, faulty_rows, row_words
 from keras_gradwatch.history import check_frame
 from keras_gradwatch.probe import (
     Batch,
@@ -255,17 +256,27 @@ class Checker:
             weights: values from before the step, by ``id`` of the Keras variable; missing ones are as they are now.
 
         Returns:
-            The culprit; empty when everything is finite this time.
+            The culprit, with the samples at fault; empty when everything is finite this time.
         """
-        subject = model_subject(self.root, batch, training=self.training)
-        values = [weights.get(id(variable), variable.value) for variable in subject.variables]
-        moving, fixed = subject.values(batch, values)
-        program = program_backend().Program(subject.loss, moving, fixed, None)
-        fed = program.feed(moving, fixed)
-        point = PointProblem(program.main.point(*fed))
-        if np.isfinite(point.loss) and not point.nonfinite.any():
+        trial = _Trial(model_subject(self.root, batch, training=self.training), batch, weights)
+        loss = trial.point(batch).loss
+        if not trial.is_bad(batch):
             return ()
-        return tuple(Blame(subject, program, fed, 0, self.settings, PointProblem).nonfinite(point.loss))
+        culprits = Blame(trial.subject, trial.program, trial.feed(batch), 0, self.settings, PointProblem).nonfinite(
+            loss
+        )
+        rows = faulty_rows(lambda rows: trial.is_bad(batch.tiled(rows)), batch.count)
+        return tuple(_with_rows(culprit, rows) for culprit in culprits)
+
+    def dominant_sample(self, batch: Batch, weights: Mapping[int, Any]) -> tuple[int, float] | None:
+        """The row of a batch whose gradient outweighs that of all others, and its share; ``None`` when none does.
+
+        Args:
+            batch: the whole batch of the step.
+            weights: as for :meth:`diagnose`.
+        """
+        trial = _Trial(model_subject(self.root, batch, training=self.training), batch, weights)
+        return dominant_row(lambda rows: trial.norm(batch.tiled(rows)), batch.count)
 
     def _traced(self, batch: Batch) -> tuple[Subject, Any, Any, str]:
         key = batch.signature
@@ -286,6 +297,37 @@ class Checker:
                 failure = f"the model cannot run in float64: {gist(error)}" + (f" (at {where})" if where else "")
             self._programs[key] = (subject, shadow, training, failure)
         return self._programs[key]
+
+
+class _Trial:
+    """One step's loss in the training dtype, with its weights, on batches of the same form."""
+
+    def __init__(self, subject: Subject, batch: Batch, weights: Mapping[int, Any]) -> None:
+        self.subject = subject
+        self._weights = [weights.get(id(variable), variable.value) for variable in subject.variables]
+        self.program = program_backend().Program(subject.loss, *subject.values(batch, self._weights), None)
+
+    def feed(self, batch: Batch) -> Any:
+        return self.program.feed(*self.subject.values(batch, self._weights))
+
+    def point(self, batch: Batch) -> PointProblem:
+        return PointProblem(self.program.main.point(*self.feed(batch)))
+
+    def is_bad(self, batch: Batch) -> bool:
+        point = self.point(batch)
+        return not np.isfinite(point.loss) or bool(point.nonfinite.any())
+
+    def norm(self, batch: Batch) -> float:
+        """Of the gradients of all weights together."""
+        norms = self.point(batch).norms[: len(self.subject.variables)]
+        return float(np.sqrt(np.sum(np.square(norms))))
+
+
+def _with_rows(culprit: Culprit, rows: tuple[int, ...]) -> Culprit:
+    """The culprit with the samples at fault; what is wrong with data or labels names its rows already."""
+    if not rows or culprit.layer in ("data", "labels"):
+        return replace(culprit, samples=rows)
+    return replace(culprit, samples=rows, detail=f"{culprit.detail}; it comes from {row_words(rows)}")
 
 
 def _untraceable(tensors: tuple[TensorInfo, ...], failure: str) -> CheckResult:

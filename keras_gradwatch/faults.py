@@ -165,6 +165,7 @@ class NonFinite:
             message=f"step {step}: {state}; {why}{f'; hit: {listed(names)}' if names else ''}",
             advice=_nonfinite_advice(layer, culprits, all_skipped=all_skipped),
             tensors=names,
+            samples=culprits[0].samples if culprits else (),
         )
 
     def _from_check(self, check: CheckResult, *, step: int) -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from keras_gradwatch.records import FINDINGS, Finding
 
@@ -39,6 +40,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._entries: list[Finding] = []
+        self._closed: list[Finding] = []
         self._active: tuple[Finding, ...] = ()
         self._step = 0
 
@@ -71,7 +73,24 @@ class Ledger:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """All findings so far, by kind in the order of ``FINDINGS``, then by first step; custom kinds come last."""
-        return tuple(sorted(self._entries, key=_order))
+        return tuple(sorted((*self._closed, *self._entries), key=_order))
+
+    def holds(self, name: str) -> bool:
+        """Whether there is an entry of this kind that a new finding could be merged into."""
+        return any(entry.finding == name for entry in self._entries)
+
+    def close(self, names: Iterable[str]) -> None:
+        """Leave the entries of these kinds as they are: the same trouble, should it come again, is a new finding."""
+        settled = [entry for entry in self._entries if entry.finding in names]
+        self._closed += settled
+        self._entries = [entry for entry in self._entries if entry not in settled]
+        self._active = ()
+
+    def amend(self, finding: Finding, words: str, **changes: Any) -> Finding:
+        """Add words to the message of an entry, and change its other fields; gives the entry as it is then."""
+        amended = replace(finding, message=f"{finding.message}; {words}", **changes)
+        self._entries = [amended if entry == finding else entry for entry in self._entries]
+        return amended
 
     @property
     def active(self) -> tuple[Finding, ...]:

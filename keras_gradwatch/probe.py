@@ -15,7 +15,7 @@ import numpy as np
 
 from keras_gradwatch.backends import undisturbed
 from keras_gradwatch.errors import gist
-from keras_gradwatch.records import TensorInfo
+from keras_gradwatch.records import Int64Array, TensorInfo
 from keras_gradwatch.shadow import losses_of
 
 _NO_BATCH = "Received a {} that yields no batch. Expected at least one. Check that it is not used up already."
@@ -61,6 +61,25 @@ class Batch:
             return leaf[:count] if len(np.shape(leaf)) else leaf
 
         return Batch(*(keras.tree.map_structure(first, part) for part in self.parts))
+
+    @property
+    def count(self) -> int:
+        """Number of samples; 0 when no part has any."""
+        import keras
+
+        shapes = [np.shape(leaf) for leaf in keras.tree.flatten(self.parts) if leaf is not None]
+        return next((int(shape[0]) for shape in shapes if shape), 0)
+
+    def tiled(self, rows: Sequence[int] | Int64Array) -> Batch:
+        """A batch of as many samples made of these rows alone, over and over: it fits what was traced for this one."""
+        import keras
+
+        places = np.resize(np.asarray(rows, np.int64), self.count)
+
+        def chosen(leaf: Any) -> Any:
+            return keras.ops.take(leaf, places, axis=0) if len(np.shape(leaf)) else leaf
+
+        return Batch(*(keras.tree.map_structure(chosen, part) for part in self.parts))
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -167,7 +186,7 @@ class Subject:
         weights = describe_weights(root)
         self.variables = [variable for _, variable in weights]
         known = {id(v) for v in self.variables}
-        self.state = [v for v in _every_variable(root) if id(v) not in known]
+        self.state = [v for v in every_variable(root) if id(v) not in known]
         self._scalar = scalar
         self._structure = batch.parts
         leaves = keras.tree.flatten(self._structure)
@@ -383,7 +402,8 @@ def _children(layer: Any) -> list[Any]:
     return list(layer._flatten_layers(recursive=False, include_self=False))
 
 
-def _every_variable(root: Any) -> list[Any]:
+def every_variable(root: Any) -> list[Any]:
+    """Every variable of a model or layer and of its metrics, each once."""
     found: dict[int, Any] = {}
     for variable in [*root.variables, *(getattr(root, "metrics_variables", None) or [])]:
         found.setdefault(id(variable), variable)

@@ -100,6 +100,7 @@ class Culprit:
         error: relative error of the layer's own gradient; NaN when it means nothing.
         bar: its error bar.
         detail: one sentence for the message, empty when the fields say it all.
+        samples: rows of the batch that make it so, counted from 0; empty when it is not in a few of them.
     """
 
     layer: str
@@ -110,6 +111,7 @@ class Culprit:
     error: float = float("nan")
     bar: float = float("nan")
     detail: str = ""
+    samples: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,6 +368,7 @@ class Finding:
         advice: one concrete thing to try.
         tensors: every tensor it marks in the history's ``findings`` column.
         explains: tensors whose own trouble is a consequence of this one, besides ``tensors``.
+        samples: rows of the batch at fault, counted from 0; empty when it is not in a few of them.
     """
 
     finding: str
@@ -380,3 +383,4 @@ class Finding:
     advice: str = ""
     tensors: tuple[str, ...] = field(default=())
     explains: tuple[str, ...] = field(default=())
+    samples: tuple[int, ...] = field(default=())

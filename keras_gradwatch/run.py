@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,19 +13,26 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
+from keras_gradwatch.actions import Actions, Rollback, error_of
 from keras_gradwatch.activations import Looks
 from keras_gradwatch.capture import CapturedStep, Request
+from keras_gradwatch.check_log import CheckLog
 from keras_gradwatch.checks import Checker
+from keras_gradwatch.costs import Costs
 from keras_gradwatch.display import DisplayText
-from keras_gradwatch.errors import GradientCheckError, GradientError, NonFiniteGradientError, gist
+from keras_gradwatch.epochs import Epochs, is_harmful, is_nonfinite
+from keras_gradwatch.errors import gist
+from keras_gradwatch.fallback import Fallback
 from keras_gradwatch.findings import Ledger
+from keras_gradwatch.halving import row_words
 from keras_gradwatch.history import History
-from keras_gradwatch.probe import Batch, arrays_of, batch_of, check_fits, describe_weights, fixed_batch_size, has_loss
+from keras_gradwatch.optimizers import leading_optimizer, learning_rate, planned_steps, restore_schedules, steps_done
+from keras_gradwatch.probe import Batch, arrays_of, batch_of, check_fits, describe_weights, fixed_batch_size
 from keras_gradwatch.records import STATISTICS, CheckResult, Culprit, Finding, StepRecord, TensorInfo, Window
 from keras_gradwatch.rules import DEFAULT_RULES, Rule
 from keras_gradwatch.schedules import parse_check_schedule, parse_track_schedule
 from keras_gradwatch.sinks import SinkSet, user_stacklevel
-from keras_gradwatch.stats import statistics_of
+from keras_gradwatch.suspects import Suspect, Suspects, batch_seen, weights_before
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,9 +40,6 @@ if TYPE_CHECKING:
 #: Sampled steps a rule sees at most, and how often rules are asked when nothing special happens.
 WINDOW_STEPS = 200
 RULE_EVERY = 25
-
-#: Where the optimizer's gradients cannot be seen, the probe's are taken every so many steps: each costs about one step.
-FALLBACK_EVERY = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ class Settings:
     track_freq: int | None
     rules: Sequence[Rule]
     stop_on: tuple[str, ...]
-    action: str
+    action: str | Rollback
     surrogates: tuple[str, ...]
     sinks: SinkSet
     seed: int
@@ -64,30 +67,32 @@ class Run:
         model: the model in training; ``None`` before the first run.
         settings: the callback's arguments.
         release: called before an error is raised out of ``fit``, which then tells no callback that it ends.
+        retrace: called when something changed that a compiled step holds inside it.
     """
 
-    def __init__(self, model: Any, settings: Settings, *, release: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, model: Any, settings: Settings, *, release: Callable[[], None] = lambda: None,
+        retrace: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._model, self._settings, self._release = model, settings, release
         self._check_schedule = parse_check_schedule(settings.check_freq)
         self._track_schedule = parse_track_schedule(settings.track_freq)
         self._ledger, self._history = Ledger(), History((), {})
         self._recent: deque[StepRecord] = deque(maxlen=WINDOW_STEPS)
-        self._checks: list[CheckResult] = []
+        self._check_log, self._costs, self._epochs = CheckLog(), Costs(), Epochs()
+        self._actions = Actions(model, settings.stop_on, settings.action, retrace=retrace)
+        self._fallback, self._suspects = Fallback(model), Suspects()
         self._weights: list[tuple[TensorInfo, Any]] = []
         self._rows: dict[int, int] = {}
-        self._seconds = {"capture": 0.0, "checks": 0.0, "activations": 0.0, "sinks": 0.0}
         self._checker: Checker | None = None
         self._looks: Looks | None = None
-        self._epoch_batches, self._epoch_losses, self._epoch_noise = _Mean(), list[float](), list[float]()
+        self._optimizer: Any = None
         self._probe: Batch | None = None
         self._check: CheckResult | None = None
-        self._fallback_statistics: Any = None
         self._checks_due: set[int] = set()
-        self._epoch, self._epoch_start, self._offset, self._steps, self._at = 0, 1, 0, 0, 1
-        self._epoch_norms, self._epoch_error = _Mean(), float("nan")
-        self._since_rules, self._began, self._ended = 0, time.perf_counter(), 0.0
-        self._clock, self._spent = self._began, dict(self._seconds)
-        self._fallback_since, self._opened = 0, False
+        self._offset, self._steps, self._at, self._since_rules = 0, 0, 1, 0
+        self._spent = (0.0, 0.0)
+        self._opened, self._finished = False, False
         self._failed: set[str] = set()
         self._notes: list[str] = []
 
@@ -98,24 +103,25 @@ class Run:
             check_fits(self._model, self._probe)
         with self._guarded("capture"):
             self._describe()
-            self._offset = _steps_done(self._model)
+            self._offset = steps_done(self._model)
             self._checker = Checker(self._model, surrogates=self._settings.surrogates)
             self._looks = Looks(self._model, offset=self._offset)
-        self._began = self._clock = time.perf_counter()
+            self._actions.keep(0, ())
+        self._costs.begin()
 
     def begin_epoch(self, epoch: int) -> None:
         """The next step is the first of an epoch."""
-        self._epoch, self._epoch_start = epoch, self._steps + 1
-        self._epoch_norms, self._epoch_error, self._epoch_batches = _Mean(), float("nan"), _Mean()
+        self._epochs.begin(epoch, start=self._steps + 1)
+        self._actions.begin_epoch()
 
     def wants(self, step: int) -> Request:
         """What the coming step must provide."""
-        first = step == self._epoch_start
+        first = step == self._epochs.start
         check = self._check_schedule.due(step, first) and "checks" not in self._failed
         (self._checks_due.add if check else self._checks_due.discard)(step)
         track = self._track_schedule.due(step, first)
-        if self._fallback_since:
-            return Request(batch=first or check or (track and self._fallback_due(step)))
+        if self._fallback.since:
+            return Request(batch=first or check or (track and self._fallback.is_due(step)))
         # A tracked step hands its batch over afterwards anyway: one that goes NaN is run again to find out why.
         return Request(track=track, batch=first or check)
 
@@ -127,59 +133,62 @@ class Run:
         if step in self._checks_due:
             with self._guarded("checks"):
                 self._check = self._checker.check(self._probe_of(batch), seed=self._settings.seed + self._offset + step)
-                self._checks.append(self._check)
+                self._check_log.add(self._check)
         if self._looks is not None:
             with self._guarded("activations"):
                 samples = Batch(*keras.utils.unpack_x_y_sample_weight(batch))
                 self._looks.before_step(step, samples, due=step in self._checks_due)
-        if self._fallback_due(step):
+        if self._fallback.is_due(step):
             with self._guarded("capture"):
-                self._fallback_statistics = self._probe_statistics(batch)
+                self._fallback.read(self._checker, self._probe_of(batch), rows=self._rows)
 
-    def after_step(self, step: int, captured: CapturedStep | None) -> None:
-        """Record the step, and ask the rules when it is time."""
+    def after_step(self, step: int, captured: CapturedStep | None) -> bool:
+        """Record the step, and ask the rules when it is time.
+
+        Returns:
+            Whether the step was taken back.
+        """
         self._steps = self._at = step
         self._checks_due.discard(step)
         self._tell_schedule()
-        if captured is None and self._check is None and self._fallback_statistics is None:
-            return
+        if captured is None and self._check is None and self._fallback.numbers is None:
+            return False
         if self._looks is not None and captured is not None and captured.batch is not None:
             with self._guarded("activations"):
-                self._looks.after_step(step, Batch(*keras.utils.unpack_x_y_sample_weight(captured.batch)))
-        rules_due = False
+                self._looks.after_step(step, batch_seen(captured))
+        rules_due = alarming = False
         with self._guarded("capture"):
             self._open()
-            if captured is not None and not captured.variables and self._weights:
-                self._fall_back()
+            if captured is not None and not captured.variables and self._weights and not self._fallback.since:
+                self._notes.append(self._fallback.begin(self._steps + 1))
             record = self._record(step, captured)
             self._keep(record)
+            self._suspects.add(record, captured)
             self._since_rules += 1
-            alarming = _nonfinite(record) and not self._found("nonfinite")
+            alarming = is_nonfinite(record) and not self._ledger.holds("nonfinite")
             rules_due = alarming or record.check is not None or self._since_rules >= RULE_EVERY
-        self._check, self._fallback_statistics = None, None
-        if rules_due:
-            self._act(self._ask_rules())
+        self._check, self._fallback.numbers = None, None
+        if step == self._epochs.start and not alarming:
+            self._actions.keep_metrics()
+        return rules_due and self._act(self._ask_rules())
 
     def end_epoch(self) -> dict[str, float]:
         """The three keys for the logs of the epoch that ends."""
-        self._epoch_losses.append(self._epoch_batches.value)
-        self._epoch_noise.append(self._epoch_batches.standard_error)
+        logs = self._epochs.logs
+        self._epochs.end()
         if self._looks is not None:
             with self._guarded("activations"):
                 self._looks.end_epoch(self._steps)
         self._act(self._ask_rules())
         with self._guarded("sinks"):
             self._settings.sinks.sum_up(self._account())
-        first = self._offset + self._epoch_start
-        return {
-            "grad_norm": self._epoch_norms.value,
-            "grad_check_error": self._epoch_error,
-            "grad_findings": float(sum(f.last_step >= first for f in self._ledger.findings)),
-        }
+        self._complain()
+        first = self._offset + self._epochs.start
+        return {**logs, "grad_findings": float(sum(f.last_step >= first for f in self._ledger.findings))}
 
     def end(self) -> None:
         """Close the books."""
-        self._act(self._ask_rules(ended=True))
+        self._act(self._ask_rules(ended=True), ended=True)
         self._finish()
 
     def frame(self) -> pd.DataFrame:
@@ -193,26 +202,23 @@ class Run:
         """The findings so far, one row each."""
         import pandas as pd
 
-        columns = [field.name for field in fields(Finding) if field.name not in ("tensors", "explains")]
+        columns = [field.name for field in fields(Finding) if field.name not in ("tensors", "explains", "samples")]
         return pd.DataFrame([[getattr(f, c) for c in columns] for f in self._ledger.findings], columns=columns)
 
     def cost(self) -> dict[str, float]:
         """Seconds and shares of the training time."""
-        total = (self._ended or time.perf_counter()) - self._began
-        training = max(total - sum(self._seconds.values()), 1e-9)
-        cost = {f"{name}_seconds": seconds for name, seconds in self._seconds.items()}
-        cost |= {f"{name}_share": seconds / training for name, seconds in self._seconds.items()}
-        return cost | {"training_seconds": training, "share": sum(self._seconds.values()) / training}
+        return self._costs.account()
 
     def summary(self) -> str:
         """Text for a terminal."""
         from keras_gradwatch.summary import summarize
 
-        tensors = self._checks[0].tensors if self._checks else tuple(info for info, _ in self._weights)
+        checks = tuple(self._check_log.results)
+        tensors = checks[0].tensors if checks else tuple(info for info, _ in self._weights)
         share, training = (self.cost()[key] if self._steps else float("nan") for key in ("share", "training_seconds"))
         return summarize(
-            steps=self._steps, tensors=tensors, findings=self._ledger.findings, checks=tuple(self._checks),
-            cost_share=share, cost_seconds=share * training, notes=tuple(self._notes),
+            steps=self._steps, tensors=tensors, findings=self._ledger.findings, checks=checks,
+            num_checks=self._check_log.count, cost_share=share, cost_seconds=share * training, notes=self._all_notes(),
         )  # fmt: skip
 
     # -- what happens inside -------------------------------------------------------------------------------------------
@@ -221,27 +227,16 @@ class Run:
     def _guarded(self, part: str) -> Iterator[None]:
         """Time a part of the watcher; its failure is told once and never reaches training."""
         try:
-            with self._timed(part if part in self._seconds else "capture"):
+            with self._costs.timed(part if part in self._costs.seconds else "capture"):
                 yield
         except Exception as error:  # noqa: BLE001  training must not break because of the watcher
             self._fail(part, error)
 
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        """Add to the seconds of a part; a part inside another counts once."""
-        start, others = time.perf_counter(), sum(self._seconds.values())
-        try:
-            yield
-        finally:
-            self._seconds[part] += time.perf_counter() - start - (sum(self._seconds.values()) - others)
-
     def _tell_schedule(self) -> None:
         """Seconds of checks and of training since the last step."""
-        now, before = time.perf_counter(), self._spent
-        self._spent = dict(self._seconds)
-        spent = sum(self._spent.values()) - sum(before.values())
-        self._check_schedule.record(self._spent["checks"] - before["checks"], now - self._clock - spent)
-        self._clock = now
+        checks, training = self._spent
+        self._spent = self._costs.seconds["checks"], self._costs.training_seconds
+        self._check_schedule.record(self._spent[0] - checks, self._spent[1] - training)
 
     def _fail(self, part: str, error: Exception) -> None:
         if part in self._failed:
@@ -264,44 +259,22 @@ class Run:
             return "if the probe has not the form of the training batches, mend that; otherwise "
         return ""
 
+    def _complain(self) -> None:
+        if complaint := self._costs.complaint():
+            self._notes.append(complaint)
+            warnings.warn(f"{complaint}.", RuntimeWarning, stacklevel=user_stacklevel(sys._getframe()))
+
     def _probe_of(self, data: Any) -> Batch:
         if self._probe is not None:
             return self._probe
         count = fixed_batch_size(self._model) or self._settings.probe
         return Batch(*keras.utils.unpack_x_y_sample_weight(data)).head(count)
 
-    def _fall_back(self) -> None:
-        """From now on, look at the probe instead of the optimizers."""
-        self._fallback_since = self._steps + 1
-        note = "train_step calls no Keras optimizer that could be seen"
-        if has_loss(self._model):
-            self._notes.append(f"{note}: norms are of the compiled loss on the probe, every {FALLBACK_EVERY} steps")
-        else:
-            self._notes.append(f"{note}, and compile was given no loss: no gradient can be measured")
-
-    def _fallback_due(self, step: int) -> bool:
-        since = self._fallback_since
-        return 0 < since <= step and (step - since) % FALLBACK_EVERY == 0 and has_loss(self._model)
-
-    def _probe_statistics(self, data: Any) -> tuple[Any, Any, float]:
-        """Statistics of the probe's own gradient, where the optimizer's cannot be seen."""
-        assert self._checker is not None  # noqa: S101  type narrowing
-        subject, point = self._checker.gradients(self._probe_of(data))
-        rows = np.full((len(self._weights), len(STATISTICS)), np.nan)
-        connected = np.zeros(len(self._weights), dtype=bool)
-        for variable, gradient in zip(subject.variables, point.gradients, strict=False):
-            row = self._rows.get(id(variable))
-            if row is not None and gradient is not None:
-                value = keras.ops.convert_to_numpy(variable.value)
-                rows[row] = statistics_of(keras.ops.convert_to_numpy(gradient), value, np.full_like(value, np.nan))
-                connected[row] = True
-        return rows, connected, point.loss
-
     def _record(self, step: int, captured: CapturedStep | None) -> StepRecord:
         count = len(self._weights)
         statistics, connected, loss = np.full((count, len(STATISTICS)), np.nan), np.ones(count, dtype=bool), None
-        if self._fallback_statistics is not None:
-            statistics, connected, loss = self._fallback_statistics
+        if self._fallback.numbers is not None:
+            statistics, connected, loss = self._fallback.numbers
         elif captured is not None and captured.variables:
             places = [self._rows.get(id(variable), -1) for variable in captured.variables]
             known = [k for k, place in enumerate(places) if place >= 0]
@@ -311,24 +284,25 @@ class Run:
         if captured is not None:
             loss = captured.loss
         record = StepRecord(
-            step=self._offset + step, epoch=self._epoch, loss=loss, statistics=statistics, connected=connected,
-            learning_rate=_learning_rate(self._model), check=self._check,
+            step=self._offset + step, epoch=self._epochs.epoch, loss=loss, statistics=statistics, connected=connected,
+            learning_rate=self._learning_rate(captured), check=self._check,
         )  # fmt: skip
-        if _harmful(record) and not self._found("nonfinite"):
+        if is_harmful(record) and not self._ledger.holds("nonfinite"):
             with self._guarded("checks"):
                 return replace(record, culprits=self._diagnose(captured))
         return record
+
+    def _learning_rate(self, captured: CapturedStep | None) -> float:
+        """Of the optimizer that moves the first of the weights, found once it has done so."""
+        if self._optimizer is None and captured is not None and captured.variables:
+            self._optimizer = leading_optimizer(self._model, captured.variables)
+        return learning_rate(self._optimizer or getattr(self._model, "optimizer", None))
 
     def _diagnose(self, captured: CapturedStep | None) -> tuple[Culprit, ...]:
         """Run the batch that went NaN again, with the weights from before the step."""
         if captured is None or captured.batch is None or captured.previous_weights is None or self._checker is None:
             return ()
-        before = {id(v): w for v, w in zip(captured.variables, captured.previous_weights, strict=True)}
-        batch = Batch(*keras.utils.unpack_x_y_sample_weight(captured.batch))
-        return self._checker.diagnose(batch, before)
-
-    def _found(self, finding: str) -> bool:
-        return any(entry.finding == finding for entry in self._ledger.findings)
+        return self._checker.diagnose(batch_seen(captured), weights_before(captured))
 
     def _describe(self) -> None:
         self._weights = describe_weights(self._model)
@@ -343,17 +317,14 @@ class Run:
         tensors = tuple(info for info, _ in self._weights)
         inputs = tuple(t for t in self._check.tensors if t.role == "input") if self._check else ()
         self._history = History((*tensors, *inputs), self._attributes())
-        with self._timed("sinks"):
+        with self._costs.timed("sinks"):
             self._settings.sinks.open((*tensors, *inputs), self._attributes())
 
     def _keep(self, record: StepRecord) -> None:
         self._recent.append(record)
         self._history.append(record)
-        self._epoch_norms.add(_global_norm(record))
-        self._epoch_batches.add(float("nan") if record.loss is None else record.loss)
-        errors = [c.error for c in record.check.checks] if record.check else []
-        self._epoch_error = float(np.fmax.reduce([self._epoch_error, *filter(np.isfinite, errors)]))
-        with self._timed("sinks"):
+        self._epochs.add(record)
+        with self._costs.timed("sinks"):
             self._settings.sinks.write(record)
 
     def _ask_rules(self, *, ended: bool = False) -> tuple[Finding, ...]:
@@ -362,8 +333,21 @@ class Run:
             with self._guarded("rules"):
                 window = self._window(ended=ended)
                 found = [finding for rule in self._settings.rules for finding in rule(window)]
-                return self._ledger.update(found, self._offset + self._steps)
+                new = self._ledger.update(found, self._offset + self._steps)
+                suspect = self._suspects.take()
+                return tuple(self._with_sample(finding, suspect) for finding in new)
         return ()
+
+    def _with_sample(self, finding: Finding, suspect: Suspect | None) -> Finding:
+        """Name the one sample that makes gradients explode, if one does."""
+        if finding.finding != "exploding" or suspect is None or self._checker is None:
+            return finding
+        with self._guarded("checks"):
+            if dominant := self._checker.dominant_sample(suspect.batch, suspect.weights):
+                row, share = dominant
+                words = f"at step {suspect.step} {row_words([row])} makes {share:.0%} of the gradient"
+                return self._ledger.amend(finding, words, samples=(row,))
+        return finding
 
     def _window(self, *, ended: bool) -> Window:
         records, weights = list(self._recent), len(self._weights)
@@ -380,35 +364,58 @@ class Run:
             check=checked[-1].check if checked else None, check_step=checked[-1].step if checked else 0,
             culprits=next((r.culprits for r in records if r.culprits), ()),
             activations=tuple(self._looks.records) if self._looks is not None else (),
-            epoch_losses=np.array(self._epoch_losses), epoch_noise=np.array(self._epoch_noise),
-            planned_steps=_planned_steps(self._model, self._steps, len(self._epoch_losses)), ended=ended,
+            epoch_losses=np.array(self._epochs.losses), epoch_noise=np.array(self._epochs.noise),
+            planned_steps=planned_steps(self._model, self._steps, len(self._epochs.losses)), ended=ended,
         )  # fmt: skip
 
-    def _act(self, new: Sequence[Finding]) -> None:
-        """Tell the world about new findings, and stop when asked to."""
+    def _act(self, new: Sequence[Finding], *, ended: bool = False) -> bool:
+        """Tell the world about new findings, and do what the user asked for; True when the step was taken back."""
         for finding in new:
-            if self._settings.verbose:
-                print(f"\nGradWatch · step {finding.first_step} · {finding.severity} · {finding.message}")  # noqa: T201
-            with self._timed("sinks"):
+            self._say(f"step {finding.first_step} · {finding.severity} · {finding.message}")
+            with self._costs.timed("sinks"):
                 self._settings.sinks(finding)
-        reasons = [finding for finding in new if finding.finding in self._settings.stop_on]
-        if not reasons:
-            return
-        self._model.stop_training = True
-        if self._settings.action == "raise":
+        deed = None
+        with self._guarded("actions"):
+            deed = self._actions.answer(new, step=self._steps, offset=self._offset, ended=ended)
+            if deed is None:
+                self._actions.keep(self._steps, self._ledger.active)
+        if deed is None:
+            return False
+        if deed.action == "raise":
+            error = error_of(deed.finding, self._check_log.results[-1] if self._check_log.results else None)
             self._finish()
             self._release()
-            raise _error_of(reasons[0], self._checks[-1] if self._checks else None)
+            raise error
+        self._say(deed.words)
+        if deed.restored:
+            self._ledger.amend(deed.finding, deed.words.partition(", ")[2])
+            self._forget()
+        return deed.restored
+
+    def _forget(self) -> None:
+        """What was seen since the healthy state belongs to another course: the rules start afresh."""
+        self._ledger.close(self._settings.stop_on)
+        self._recent.clear()
+        self._suspects.take()
+        self._epochs.forget()
+        if self._looks is not None:
+            self._looks.forget()
+
+    def _say(self, words: str) -> None:
+        if self._settings.verbose:
+            print(f"\nGradWatch · {words}")  # noqa: T201
 
     def _finish(self) -> None:
-        if self._ended:
+        if self._finished:
             return
-        self._ended = time.perf_counter()
+        self._finished = True
+        self._costs.end()
+        restore_schedules(self._model)
         self._checker = None
         if self._looks is not None and self._looks.failure:
             self._notes.append(f"activations could not be looked at: {self._looks.failure}")
         self._looks = None
-        with self._timed("sinks"):
+        with self._costs.timed("sinks"):
             if self._opened:
                 self._settings.sinks.sum_up(self._account())
             self._settings.sinks.close()
@@ -416,15 +423,19 @@ class Run:
             with self._guarded("summary"):
                 print("", DisplayText(self.summary()), sep="\n")  # noqa: T201
 
+    def _all_notes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self._check_log.notes, *self._notes, *self._actions.notes)))
+
     def _account(self) -> dict[str, object]:
         """What the rows do not say, fit for JSON."""
         return {
-            "findings": [{**asdict(finding), "tensors": list(finding.tensors)} for finding in self._ledger.findings],
+            "findings": [_plain(finding) for finding in self._ledger.findings],
+            "actions": self._actions.account(),
             "cost": self.cost(), "steps": self._steps,
-            "gradients": "probe" if self._fallback_since else "training step",
-            "notes": list(dict.fromkeys((*self._notes, *(note for check in self._checks for note in check.notes)))),
+            "gradients": "probe" if self._fallback.since else "training step",
+            "notes": list(self._all_notes()),
             "layer_classes": {info.layer: info.layer_class for info, _ in self._weights},
-            "reasons": {c.tensor: c.reason for result in self._checks for c in result.checks if c.reason},
+            "reasons": dict(self._check_log.reasons),
         }  # fmt: skip
 
     def _attributes(self) -> dict[str, object]:
@@ -439,76 +450,5 @@ class Run:
         }  # fmt: skip
 
 
-class _Mean:
-    """Mean of the finite numbers added, and how sure it is; NaN when there is none."""
-
-    def __init__(self) -> None:
-        self._sum, self._count, self._mean, self._squares = 0.0, 0, 0.0, 0.0
-
-    def add(self, number: float) -> None:
-        if np.isfinite(number):
-            self._sum, self._count = self._sum + number, self._count + 1
-            # Welford (1962): sum of squares about the running mean, safe from cancellation.
-            before, self._mean = self._mean, self._mean + (number - self._mean) / self._count
-            self._squares += (number - before) * (number - self._mean)
-
-    @property
-    def standard_error(self) -> float:
-        """Spread of the numbers / square root of their number; NaN for fewer than two."""
-        count = self._count
-        return float(np.sqrt(self._squares / (count - 1) / count)) if count > 1 else float("nan")
-
-    @property
-    def value(self) -> float:
-        return self._sum / self._count if self._count else float("nan")
-
-
-def _steps_done(model: Any) -> int:
-    """Steps the model's optimizer has taken, each micro-batch of an accumulation counted."""
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or not optimizer.built:
-        return 0
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return int(np.asarray(inner.iterations)) * (inner.gradient_accumulation_steps or 1)
-
-
-def _planned_steps(model: Any, steps: int, epochs: int) -> int:
-    """Steps that ``fit`` is going to run; 0 while nobody knows."""
-    plan = getattr(getattr(model, "history", None), "params", None) or {}
-    per_epoch = plan.get("steps") or (steps / epochs if epochs else 0)
-    return int(per_epoch * (plan.get("epochs") or 0))
-
-
-def _learning_rate(model: Any) -> float:
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        return float("nan")
-    rate = optimizer.learning_rate
-    return float(np.asarray(rate))
-
-
-def _nonfinite(record: StepRecord) -> bool:
-    counts = record.statistics[:, STATISTICS.index("nonfinite_count")]
-    return bool((record.loss is not None and not np.isfinite(record.loss)) or np.nansum(counts) > 0)
-
-
-def _harmful(record: StepRecord) -> bool:
-    """Non-finite, and not merely skipped by loss scaling: the loss is lost or a weight has moved."""
-    lost = record.loss is not None and not np.isfinite(record.loss)
-    moved = record.statistics[:, STATISTICS.index("update_ratio")] != 0.0  # NaN has moved, too
-    return _nonfinite(record) and (lost or bool(moved.any()))
-
-
-def _global_norm(record: StepRecord) -> float:
-    """Norm of all gradients of a step together; NaN when none was measured or any is not finite."""
-    norms = record.statistics[:, STATISTICS.index("grad_norm")]
-    if np.isnan(norms).all() or _nonfinite(record):
-        return float("nan")
-    return float(np.sqrt(np.nansum(np.square(norms))))
-
-
-def _error_of(finding: Finding, check: CheckResult | None) -> GradientError:
-    text = f"{finding.finding} in {finding.layer} at step {finding.first_step}: {finding.message}"
-    text += f" {finding.advice}" if finding.advice else ""
-    kinds = {"nonfinite": NonFiniteGradientError, "mismatch": GradientCheckError}
-    return kinds.get(finding.finding, GradientError)(text, finding=finding, result=check)
+def _plain(finding: Finding) -> dict[str, Any]:
+    return {**asdict(finding), "tensors": list(finding.tensors)}

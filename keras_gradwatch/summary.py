@@ -62,6 +62,7 @@ def summarize(
     *,
     findings: Sequence[Finding] = (),
     checks: Sequence[CheckResult] = (),
+    num_checks: int | None = None,
     cost_share: float = math.nan,
     cost_seconds: float = math.nan,
     notes: Sequence[str] = (),
@@ -74,6 +75,7 @@ def summarize(
         findings: what the rules found; more than three of a kind are folded.
         checks: the gradient checks made, oldest first. A tensor counts as wrong if any check found it wrong; otherwise
             the latest check that came to a conclusion counts.
+        num_checks: number of checks made when ``checks`` holds only some of them.
         cost_share: time spent watching, as a share of the training time; NaN when unknown.
         cost_seconds: the same in seconds; NaN when unknown.
         notes: remarks, each told on its own line after those of the checks.
@@ -90,7 +92,7 @@ def summarize(
         ✓ the weight is right: worst error 4e-09 (bar 2e-08), rounding at most 3e-07
     """
     certainty = _certainty_lines(tensors, checks, {finding.finding for finding in findings})
-    lines = [_headline(steps, tensors, len(checks), cost_words(cost_share, cost_seconds))]
+    lines = [_headline(steps, tensors, num_checks or len(checks), cost_words(cost_share, cost_seconds))]
     lines += _finding_lines(findings, tensors, checks, steps)
     if not steps and not checks:
         lines.append("? nothing was tracked: no training step was seen")

@@ -202,7 +202,7 @@ def test_auto_checks_again_when_the_time_allows() -> None:
         """Training time passes: the schedule is told of it with each step."""
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            watch._run._clock -= 1000.0
+            watch._run._costs._began -= 1000.0
             schedule_told.append(batch)
 
     fit(model, watch, Slow())
