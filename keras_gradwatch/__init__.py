@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from keras_gradwatch.errors import GradientCheckError, GradientError, NonFiniteGradientError
     from keras_gradwatch.history import read_history
     from keras_gradwatch.jacobian import compute_gradient, compute_gradient_error
+    from keras_gradwatch.replays import replay_incident
+    from keras_gradwatch.rollbacks import Rollback
     from keras_gradwatch.sinks import (
         CSVSink,
+        IncidentSink,
         LivePlot,
         MLflowSink,
         ParquetSink,
@@ -36,10 +39,12 @@ __all__ = [
     "GradWatch",
     "GradientCheckError",
     "GradientError",
+    "IncidentSink",
     "LivePlot",
     "MLflowSink",
     "NonFiniteGradientError",
     "ParquetSink",
+    "Rollback",
     "TensorBoardSink",
     "TrackioSink",
     "WandbSink",
@@ -48,6 +53,7 @@ __all__ = [
     "compute_gradient",
     "compute_gradient_error",
     "read_history",
+    "replay_incident",
 ]
 
 #: Module that defines each public name.
@@ -56,10 +62,12 @@ _MODULES = {
     "GradWatch": "callback",
     "GradientCheckError": "errors",
     "GradientError": "errors",
+    "IncidentSink": "sinks",
     "LivePlot": "sinks",
     "MLflowSink": "sinks",
     "NonFiniteGradientError": "errors",
     "ParquetSink": "sinks",
+    "Rollback": "rollbacks",
     "TensorBoardSink": "sinks",
     "TrackioSink": "sinks",
     "WandbSink": "sinks",
@@ -68,6 +76,7 @@ _MODULES = {
     "compute_gradient": "jacobian",
     "compute_gradient_error": "jacobian",
     "read_history": "history",
+    "replay_incident": "replays",
 }
 
 

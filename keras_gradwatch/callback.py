@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from keras_gradwatch.actions import Rollback
 from keras_gradwatch.capture import Capture
 from keras_gradwatch.display import DisplayText
 from keras_gradwatch.probe import batch_of
 from keras_gradwatch.records import ERROR_FINDINGS, FINDINGS, Finding
+from keras_gradwatch.rollbacks import Rollback
 from keras_gradwatch.rules import DEFAULT_RULES, Rule
 from keras_gradwatch.run import Run, Settings
 from keras_gradwatch.schedules import parse_check_schedule, parse_track_schedule
@@ -48,7 +48,7 @@ class GradWatch(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships 
         stop_on: names of findings that end training, or ``"errors"`` for mismatch, nonfinite and disconnected.
         action: what ``stop_on`` does: ``"stop"`` sets ``model.stop_training``; ``"raise"`` raises out of ``fit`` before
             any callback sees the step; ``"rollback"`` goes back to the last healthy state, cuts the learning rate and
-            goes on with the next batch, a few times: see :class:`~keras_gradwatch.actions.Rollback`, which may be given
+            goes on with the next batch, a few times: see :class:`~keras_gradwatch.Rollback`, which may be given
             instead of the word.
         surrogates: names or paths of layers whose backward differs from the forward on purpose.
         sinks: callables that take each new finding; see :mod:`keras_gradwatch.sinks`.

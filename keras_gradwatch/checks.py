@@ -256,8 +256,10 @@ class Checker:
             weights: values from before the step, by ``id`` of the Keras variable; missing ones are as they are now.
 
         Returns:
-            The culprit, with the samples at fault; empty when everything is finite this time.
+            The culprit, with the samples at fault; empty when everything is finite this time, or there is no loss.
         """
+        if not has_loss(self.root):
+            return ()
         trial = _Trial(model_subject(self.root, batch, training=self.training), batch, weights)
         loss = trial.point(batch).loss
         if not trial.is_bad(batch):
@@ -275,6 +277,8 @@ class Checker:
             batch: the whole batch of the step.
             weights: as for :meth:`diagnose`.
         """
+        if not has_loss(self.root):
+            return None
         trial = _Trial(model_subject(self.root, batch, training=self.training), batch, weights)
         return dominant_row(lambda rows: trial.norm(batch.tiled(rows)), batch.count)
 

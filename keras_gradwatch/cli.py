@@ -90,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     text = "import this module of yours first: it registers custom layers; may be repeated"
     check.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help=text)
 
+    replay = _command(commands, "replay", _replay, "run the step of an incident again, and compare every number")
+    replay.add_argument("incident", metavar="INCIDENT", help="a folder that IncidentSink wrote")
+    replay.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help=text)
+
     demo = _command(commands, "demo", _demo, "train a small model with a planted fault, and look at it")
     demo.add_argument(
         "-o", "--output", metavar="FOLDER", default=".", help="where to put the history and the report (.)"
@@ -164,6 +168,32 @@ def _checked(model: Any, data: Any, options: argparse.Namespace) -> int:
     else:
         _print(str(report))
     return _severity_status([] if report.ok else ["error"], options)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    with (Path(options.incident) / "incident.json").open("rb"):
+        pass
+    from keras_gradwatch.replays import replay_incident
+
+    with _own_modules():
+        for module in options.modules:
+            importlib.import_module(module)
+        replay = replay_incident(options.incident)
+    if options.json:
+        _print(
+            {
+                "same": replay.same,
+                "shows_again": replay.shows_again,
+                "then": _finding_json(replay.finding),
+                "now": [_finding_json(finding) for finding in replay.findings],
+                "samples": list(replay.samples),
+                "numbers": replay.frame.to_dict("records"),
+                "notes": list(replay.notes),
+            }
+        )
+    else:
+        _print(str(replay))
+    return _severity_status([replay.finding.severity] if replay.shows_again else [], options)
 
 
 def _demo(options: argparse.Namespace) -> int:

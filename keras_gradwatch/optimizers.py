@@ -48,8 +48,11 @@ def learning_rate(optimizer: Any) -> float:
 
 def host(value: Any) -> npt.NDArray[Any]:
     """A tensor or variable as an array, which may share its memory."""
-    # A variable by way of a tensor: converted directly, NumPy 2 warns on TensorFlow (seen in Keras 3.15).
-    return np.asarray(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
+    tensor = keras.ops.convert_to_tensor(value)
+    try:
+        return np.asarray(tensor)
+    except (RuntimeError, TypeError):  # torch: on another device, or part of a graph
+        return np.asarray(keras.ops.convert_to_numpy(tensor))  # makes NumPy 2 warn on TensorFlow (seen in Keras 3.15)
 
 
 def inner_optimizer(optimizer: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from keras_gradwatch.actions import Actions, Rollback, error_of
+from keras_gradwatch.actions import Actions, error_of
 from keras_gradwatch.activations import Looks
 from keras_gradwatch.capture import CapturedStep, Request
 from keras_gradwatch.check_log import CheckLog
@@ -26,9 +26,11 @@ from keras_gradwatch.fallback import Fallback
 from keras_gradwatch.findings import Ledger
 from keras_gradwatch.halving import row_words
 from keras_gradwatch.history import History
+from keras_gradwatch.incidents import ROWS_BEFORE, Before, StepIncident
 from keras_gradwatch.optimizers import leading_optimizer, learning_rate, planned_steps, restore_schedules, steps_done
 from keras_gradwatch.probe import Batch, arrays_of, batch_of, check_fits, describe_weights, fixed_batch_size
 from keras_gradwatch.records import STATISTICS, CheckResult, Culprit, Finding, StepRecord, TensorInfo, Window
+from keras_gradwatch.rollbacks import Rollback
 from keras_gradwatch.rules import DEFAULT_RULES, Rule
 from keras_gradwatch.schedules import parse_check_schedule, parse_track_schedule
 from keras_gradwatch.sinks import SinkSet, user_stacklevel
@@ -82,6 +84,8 @@ class Run:
         self._check_log, self._costs, self._epochs = CheckLog(), Costs(), Epochs()
         self._actions = Actions(model, settings.stop_on, settings.action, retrace=retrace)
         self._fallback, self._suspects = Fallback(model), Suspects()
+        self._before: Before | None = None
+        self._holds_incidents = False
         self._weights: list[tuple[TensorInfo, Any]] = []
         self._rows: dict[int, int] = {}
         self._checker: Checker | None = None
@@ -107,6 +111,7 @@ class Run:
             self._checker = Checker(self._model, surrogates=self._settings.surrogates)
             self._looks = Looks(self._model, offset=self._offset)
             self._actions.keep(0, ())
+            self._holds_incidents = self._settings.sinks.wants_incidents()
         self._costs.begin()
 
     def begin_epoch(self, epoch: int) -> None:
@@ -123,13 +128,16 @@ class Run:
         if self._fallback.since:
             return Request(batch=first or check or (track and self._fallback.is_due(step)))
         # A tracked step hands its batch over afterwards anyway: one that goes NaN is run again to find out why.
-        return Request(track=track, batch=first or check)
+        return Request(track=track, batch=first or check or (track and self._holds_incidents))
 
     def before_step(self, step: int, batch: Any) -> None:
         """Check the gradients, if it is time, before the weights move."""
         self._at = step
         if self._checker is None:
             return
+        if self._holds_incidents:
+            with self._guarded("sinks"):
+                self._before = Before.of(self._model)
         if step in self._checks_due:
             with self._guarded("checks"):
                 self._check = self._checker.check(self._probe_of(batch), seed=self._settings.seed + self._offset + step)
@@ -163,11 +171,11 @@ class Run:
                 self._notes.append(self._fallback.begin(self._steps + 1))
             record = self._record(step, captured)
             self._keep(record)
-            self._suspects.add(record, captured)
+            self._suspects.add(record, captured, self._before)
             self._since_rules += 1
             alarming = is_nonfinite(record) and not self._ledger.holds("nonfinite")
             rules_due = alarming or record.check is not None or self._since_rules >= RULE_EVERY
-        self._check, self._fallback.numbers = None, None
+        self._check, self._fallback.numbers, self._before = None, None, None
         if step == self._epochs.start and not alarming:
             self._actions.keep_metrics()
         return rules_due and self._act(self._ask_rules())
@@ -197,6 +205,16 @@ class Run:
         frame = self._history.to_frame()
         frame.attrs.update(self._account())
         return frame
+
+    @property
+    def records(self) -> Sequence[StepRecord]:
+        """The last sampled steps, oldest first."""
+        return tuple(self._recent)
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        """The findings so far."""
+        return self._ledger.findings
 
     def findings_frame(self) -> pd.DataFrame:
         """The findings so far, one row each."""
@@ -319,6 +337,7 @@ class Run:
         self._history = History((*tensors, *inputs), self._attributes())
         with self._costs.timed("sinks"):
             self._settings.sinks.open((*tensors, *inputs), self._attributes())
+            self._holds_incidents = self._settings.sinks.wants_incidents()
 
     def _keep(self, record: StepRecord) -> None:
         self._recent.append(record)
@@ -334,18 +353,36 @@ class Run:
                 window = self._window(ended=ended)
                 found = [finding for rule in self._settings.rules for finding in rule(window)]
                 new = self._ledger.update(found, self._offset + self._steps)
-                suspect = self._suspects.take()
-                return tuple(self._with_sample(finding, suspect) for finding in new)
+                suspects = self._suspects.take()
+                new = tuple(self._with_sample(finding, suspects.largest) for finding in new)
+                for finding in new if self._holds_incidents else ():
+                    self._report_incident(finding, suspects.of(finding))
+                return new
         return ()
+
+    def _report_incident(self, finding: Finding, suspect: Suspect | None) -> None:
+        """Hand the step over to the sinks that keep incidents."""
+        if suspect is None or suspect.before is None:
+            return
+        incident = StepIncident(
+            model=self._model, finding=finding, before=suspect.before, data=suspect.data, probe=self._probe,
+            probe_size=self._settings.probe if self._probe is None else 0, seed=self._settings.seed,
+            surrogates=self._settings.surrogates, record=suspect.record,
+            rows=[record for record in self._recent if record.step < suspect.record.step][-ROWS_BEFORE:],
+            tensors=tuple(info for info, _ in self._weights), attributes=self._attributes(),
+        )  # fmt: skip
+        with self._costs.timed("sinks"):
+            self._settings.sinks.incident(finding, incident)
+        self._holds_incidents = self._settings.sinks.wants_incidents()
 
     def _with_sample(self, finding: Finding, suspect: Suspect | None) -> Finding:
         """Name the one sample that makes gradients explode, if one does."""
-        if finding.finding != "exploding" or suspect is None or self._checker is None:
+        if finding.finding != "exploding" or suspect is None or not suspect.weights or self._checker is None:
             return finding
         with self._guarded("checks"):
             if dominant := self._checker.dominant_sample(suspect.batch, suspect.weights):
                 row, share = dominant
-                words = f"at step {suspect.step} {row_words([row])} makes {share:.0%} of the gradient"
+                words = f"at step {suspect.record.step} {row_words([row])} makes {share:.0%} of the gradient"
                 return self._ledger.amend(finding, words, samples=(row,))
         return finding
 

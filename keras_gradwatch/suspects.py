@@ -1,8 +1,7 @@
-"""The step that is run again when something is found: the one with the largest gradient since the rules were asked."""
+"""The steps that are run again when something is found: the newest, and the one with the largest gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,39 +9,73 @@ import keras
 
 from keras_gradwatch.capture import CapturedStep
 from keras_gradwatch.epochs import global_norm
+from keras_gradwatch.incidents import Before
 from keras_gradwatch.probe import Batch
-from keras_gradwatch.records import StepRecord
+from keras_gradwatch.records import Finding, StepRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """A step that can be run again: its batch, and the weights from before it, by ``id`` of the variable."""
+    """A step that can be run again.
 
-    step: int
-    batch: Batch
-    weights: Mapping[int, Any]
+    Attributes:
+        record: what was measured.
+        captured: its batch, and its weights from before it.
+        before: the whole state from before it, if it is wanted.
+    """
+
+    record: StepRecord
+    captured: CapturedStep
+    before: Before | None
+
+    @property
+    def data(self) -> Any:
+        """What ``train_step`` was given."""
+        return self.captured.batch
+
+    @property
+    def batch(self) -> Batch:
+        """Its samples."""
+        return batch_seen(self.captured)
+
+    @property
+    def weights(self) -> dict[int, Any]:
+        """Weights from before it, by ``id`` of the variable; empty when they were not kept."""
+        return weights_before(self.captured)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The newest step, and the one with the largest finite gradient since the rules were asked."""
+
+    newest: Suspect | None = None
+    largest: Suspect | None = None
+
+    def of(self, finding: Finding) -> Suspect | None:
+        """The step that shows a finding best: what explodes may be found a few steps late."""
+        return (self.largest or self.newest) if finding.finding == "exploding" else self.newest
 
 
 class Suspects:
-    """Holds one batch and one set of weights, on the device."""
+    """Holds two batches and two sets of weights at most, on the device."""
 
     def __init__(self) -> None:
-        self._largest = -1.0
-        self._held: tuple[int, CapturedStep] | None = None
+        self._norm, self._pair = -1.0, Pair()
 
-    def add(self, record: StepRecord, captured: CapturedStep | None) -> None:
-        """Take in a step. One whose gradient is not finite is no suspect: it is run again at once."""
-        norm = global_norm(record)
-        if captured is None or captured.batch is None or captured.previous_weights is None or not norm > self._largest:
+    def add(self, record: StepRecord, captured: CapturedStep | None, before: Before | None) -> None:
+        """Take in a step."""
+        if captured is None or captured.batch is None:
             return
-        self._largest, self._held = norm, (record.step, captured)
+        suspect, norm = Suspect(record=record, captured=captured, before=before), global_norm(record)
+        if norm > self._norm:
+            self._norm, self._pair = norm, Pair(suspect, suspect)
+        else:
+            self._pair = Pair(suspect, self._pair.largest)
 
-    def take(self) -> Suspect | None:
-        """The step with the largest gradient since the last call; ``None`` when no gradient was seen."""
-        held, self._largest, self._held = self._held, -1.0, None
-        if held is None:
-            return None
-        return Suspect(step=held[0], batch=batch_seen(held[1]), weights=weights_before(held[1]))
+    def take(self) -> Pair:
+        """The steps seen since the last call."""
+        pair, self._norm, self._pair = self._pair, -1.0, Pair()
+        return pair
 
 
 def batch_seen(captured: CapturedStep) -> Batch:

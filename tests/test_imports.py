@@ -18,7 +18,8 @@ FRAMEWORKS = ("keras", *BACKENDS)
 #: Rooms that may import Keras. A module that is not named here is below the wall.
 # ``cli`` and ``__main__`` are doors beside it: two commands go up, and tests/test_cli.py holds the others below.
 ABOVE_THE_WALL = (
-    "actions", "activations", "blame", "callback", "capture", "checks", "cli", "demo", "fallback", "jacobian",
+    "actions", "activations", "blame", "callback", "capture", "checks", "cli", "demo", "fallback", "incidents",
+    "jacobian", "replays",
     "model_files", "optimizers", "probe", "run", "shadow", "states", "suspects",
     "testing", "verdicts", "backends", "__main__",
 )  # fmt: skip

@@ -3,6 +3,10 @@
 A sink may also have ``open(tensors, attributes)``, called when a run begins, ``write(record)``, called with each
 sampled step, ``sum_up(account)``, called at the end of each epoch and of the run with what the rows do not say, and
 ``close()``, called when the run ends.
+
+A sink that wants to keep whole steps has ``wants_incidents()``, asked when a run begins and after each incident, and
+``incident(finding, incident)``: what it gets writes the step, with everything needed to run it again, into a folder.
+Only while some sink says yes is the state of the model held for it.
 """
 
 from __future__ import annotations
@@ -18,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 from keras_gradwatch.records import Finding, StepRecord, TensorInfo
 
 if TYPE_CHECKING:
+    from keras_gradwatch.sinks.incident import Incident, IncidentSink
     from keras_gradwatch.sinks.live_plot import LivePlot
     from keras_gradwatch.sinks.tables import CSVSink, ParquetSink
     from keras_gradwatch.sinks.trackers import MLflowSink, TensorBoardSink, TrackioSink, WandbSink
 
 __all__ = [
     "CSVSink",
+    "IncidentSink",
     "LivePlot",
     "MLflowSink",
     "ParquetSink",
@@ -38,6 +44,7 @@ __all__ = [
 #: Module of each sink, loaded when it is first used.
 _MODULES = {
     "CSVSink": "tables",
+    "IncidentSink": "incident",
     "LivePlot": "live_plot",
     "MLflowSink": "trackers",
     "ParquetSink": "tables",
@@ -102,6 +109,21 @@ class SinkSet:
     def sum_up(self, account: Mapping[str, Any]) -> None:
         """Hand over what the rows do not say: findings with their last steps, cost, notes."""
         self._each("sum_up", account)
+
+    def wants_incidents(self) -> bool:
+        """Whether any sink wants the next step that goes wrong."""
+        return any(self._ask(sink) for sink in tuple(self._active) if hasattr(sink, "wants_incidents"))
+
+    def incident(self, finding: Finding, incident: Incident) -> None:
+        """Hand a step that went wrong to the sinks that want it."""
+        self._each("incident", finding, incident)
+
+    def _ask(self, sink: Any) -> bool:
+        try:
+            return bool(sink.wants_incidents())
+        except Exception as error:  # noqa: BLE001  whatever a sink raises, training goes on
+            self._disable(sink, "wants_incidents", error)
+            return False
 
     def close(self) -> None:
         """End the run."""
