@@ -18,8 +18,8 @@ PARTS = {
 #: tracking costs a small model, and enough to be worth a change.
 SHARE = 0.1
 
-#: Seconds of training before a share means anything. What is traced or compiled once has been paid by then.
-SETTLED_SECONDS = 5.0
+#: Seconds of training before a share means anything, and before anybody cares. Our choice.
+SETTLED_SECONDS = 30.0
 
 
 class Costs:

@@ -35,6 +35,7 @@ from keras_gradwatch.rules import DEFAULT_RULES, Rule
 from keras_gradwatch.schedules import parse_check_schedule, parse_track_schedule
 from keras_gradwatch.sinks import SinkSet, user_stacklevel
 from keras_gradwatch.suspects import Suspect, Suspects, batch_seen, weights_before
+from keras_gradwatch.windows import window_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -387,21 +388,9 @@ class Run:
         return finding
 
     def _window(self, *, ended: bool) -> Window:
-        records, weights = list(self._recent), len(self._weights)
-        checked = [r for r in records if r.check is not None]
-        return Window(
-            tensors=tuple(info for info, _ in self._weights),
-            steps=np.array([r.step for r in records], dtype=np.int64),
-            epochs=np.array([r.epoch for r in records], dtype=np.int64),
-            losses=np.array([np.nan if r.loss is None else r.loss for r in records]),
-            loss_known=np.array([r.loss is not None for r in records], dtype=bool),
-            learning_rates=np.array([r.learning_rate for r in records]),
-            statistics=np.array([r.statistics for r in records]).reshape(len(records), weights, len(STATISTICS)),
-            connected=np.array([r.connected for r in records], dtype=bool).reshape(len(records), weights),
-            check=checked[-1].check if checked else None, check_step=checked[-1].step if checked else 0,
-            culprits=next((r.culprits for r in records if r.culprits), ()),
-            activations=tuple(self._looks.records) if self._looks is not None else (),
-            epoch_losses=np.array(self._epochs.losses), epoch_noise=np.array(self._epochs.noise),
+        return window_of(
+            list(self._recent), tuple(info for info, _ in self._weights), epochs=self._epochs,
+            looks=self._looks.records if self._looks is not None else (),
             planned_steps=planned_steps(self._model, self._steps, len(self._epochs.losses)), ended=ended,
         )  # fmt: skip
 
