@@ -1,6 +1,6 @@
 """Stopping, raising and going back beside the callbacks that Keras comes with, in either order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_gradwatch import GradWatch, NonFiniteGradientError
+from keras_gradwatch import GradWatch, NonFiniteGradientError, Rollback
 
 
 def floats(*shape: int, seed: int = 0) -> np.ndarray:
@@ -31,45 +31,38 @@ def network() -> keras.Model:
     return model
 
 
-class BadLater(keras.utils.PyDataset):
-    """Five batches an epoch; from the second epoch on the third batch has a NaN among its targets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        rows = slice(8 * index, 8 * index + 8)
+def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Three epochs of five batches; from the second epoch on the third batch has a NaN among its targets."""
+    for step in range(1, 16):
+        rows = slice(8 * ((step - 1) % 5), 8 * ((step - 1) % 5) + 8)
         targets = Y[rows].copy()
-        if self.epoch > 0 and index == 2:
+        if step in (8, 13):
             targets[4] = np.nan
-        return X[rows], targets
-
-    def on_epoch_end(self) -> None:
-        self.epoch += 1
+        yield X[rows], targets
 
 
-Made = Callable[[Path], keras.callbacks.Callback]
-BESIDE: dict[str, Made] = {
-    "stopping": lambda _: keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True),
-    "checkpoint": lambda at: keras.callbacks.ModelCheckpoint(
-        str(at / "{epoch}-{batch}.weights.h5"), save_weights_only=True, save_freq=1
-    ),
-    "backup": lambda at: keras.callbacks.BackupAndRestore(str(at / "backup"), save_freq=1, delete_checkpoint=False),
-    "nan": lambda _: keras.callbacks.TerminateOnNaN(),
-    "plateau": lambda _: keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0),
-}
+DATA: dict[str, Any] = {"epochs": 3, "steps_per_epoch": 5, "verbose": 0, "shuffle": False}
+
+
 in_either_order = pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
-beside_each = pytest.mark.parametrize("name", list(BESIDE))
 
 
-def fit(watch: GradWatch, other: keras.callbacks.Callback, *, first: bool) -> tuple[keras.Model, Any]:
-    model = network()
-    callbacks = [watch, other] if first else [other, watch]
-    return model, lambda: model.fit(BadLater(), epochs=3, verbose=0, shuffle=False, callbacks=callbacks)
+def beside(folder: Path) -> list[keras.callbacks.Callback]:
+    """All the callbacks that act on a run, those that store something at every batch."""
+    each_batch = {"save_weights_only": True, "save_freq": 1}
+    return [
+        keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True),
+        keras.callbacks.ModelCheckpoint(str(folder / "{epoch}-{batch}.weights.h5"), **each_batch),
+        keras.callbacks.BackupAndRestore(str(folder / "backup"), save_freq=1, delete_checkpoint=False),
+        keras.callbacks.TerminateOnNaN(),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0),
+    ]
+
+
+def fit(watch: GradWatch, folder: Path, *, first: bool) -> tuple[keras.Model, Callable[[], Any]]:
+    model, others = network(), beside(folder)
+    callbacks = [watch, *others] if first else [*others, watch]
+    return model, lambda: model.fit(batches(), callbacks=callbacks, **DATA)
 
 
 def finite(model: keras.Model) -> bool:
@@ -88,41 +81,43 @@ def stored(folder: Path) -> list[keras.Model]:
 
 
 @in_either_order
-@beside_each
-def test_rolling_back_beside_another_callback(name: str, first: bool, tmp_path: Path) -> None:
-    """Training runs to its end; no callback acts on the bad step or stores it."""
-    watch = GradWatch(stop_on="errors", action="rollback", check_freq=None, verbose=0)
-    model, run = fit(watch, BESIDE[name](tmp_path), first=first)
-    history = run()
-    assert len(history.history["loss"]) == 3
-    assert np.isfinite(history.history["loss"]).all()
+def test_rolling_back_beside_other_callbacks(first: bool, tmp_path: Path) -> None:
+    """Training runs to its end; no callback acts on the bad step or stores it, and both cuts of the rate multiply."""
+    watch = GradWatch(stop_on="errors", action=Rollback(factor=0.5), check_freq=None, verbose=0)
+    model, run = fit(watch, tmp_path, first=first)
+    history = run().history
+    assert len(history["loss"]) == 3
+    assert np.isfinite(history["loss"]).all()
     assert finite(model)
     assert watch.findings["first_step"].tolist() == [8, 13]
-    assert all(finite(each) for each in stored(tmp_path))
+    assert float(model.optimizer.learning_rate) < 0.01
+    files = stored(tmp_path)
+    assert len(files) > 15
+    assert all(finite(each) for each in files)
 
 
 @in_either_order
-@beside_each
-def test_raising_beside_another_callback(name: str, first: bool, tmp_path: Path) -> None:
+def test_raising_beside_other_callbacks(first: bool, tmp_path: Path) -> None:
     """The error comes before any callback sees the step: nothing broken is stored."""
     watch = GradWatch(stop_on="errors", action="raise", check_freq=None, verbose=0)
-    model, run = fit(watch, BESIDE[name](tmp_path), first=first)
+    model, run = fit(watch, tmp_path, first=first)
     with pytest.raises(NonFiniteGradientError, match="at step 8"):
         run()
-    assert all(finite(each) for each in stored(tmp_path))
+    files = stored(tmp_path)
+    assert len(files) >= 7
+    assert all(finite(each) for each in files)
     assert not finite(model)
 
 
 @in_either_order
-@beside_each
-def test_stopping_beside_another_callback(name: str, first: bool, tmp_path: Path) -> None:
-    """Training ends after the bad step; best weights are put back by the callback that keeps them."""
+def test_stopping_beside_other_callbacks(first: bool, tmp_path: Path) -> None:
+    """Training ends after the bad step, which a callback may have stored; the best weights are put back."""
     watch = GradWatch(stop_on="errors", action="stop", check_freq=None, verbose=0)
-    model, run = fit(watch, BESIDE[name](tmp_path), first=first)
-    history = run()
-    assert len(history.history["loss"]) == 2
+    model, run = fit(watch, tmp_path, first=first)
+    assert len(run().history["loss"]) == 2
     assert watch.history["step"].max() == 8
-    assert finite(model) == (name == "stopping")
+    assert finite(model)
+    assert not all(finite(each) for each in stored(tmp_path))
 
 
 def test_a_run_raised_out_of_is_resumed_before_the_bad_step(tmp_path: Path) -> None:
@@ -131,7 +126,7 @@ def test_a_run_raised_out_of_is_resumed_before_the_bad_step(tmp_path: Path) -> N
     backup = keras.callbacks.BackupAndRestore(str(tmp_path))
     model = network()
     with pytest.raises(NonFiniteGradientError):
-        model.fit(BadLater(), epochs=3, verbose=0, shuffle=False, callbacks=[watch, backup])
+        model.fit(batches(), callbacks=[watch, backup], **DATA)
     resumed = network()
     history = resumed.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[watch, backup])
     assert history.epoch == [1, 2]
