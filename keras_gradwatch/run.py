@@ -108,17 +108,21 @@ class Run:
             check_fits(self._model, self._probe)
         with self._guarded("capture"):
             self._describe()
-            self._offset = steps_done(self._model)
             self._checker = Checker(self._model, surrogates=self._settings.surrogates)
-            self._looks = Looks(self._model, offset=self._offset)
-            self._actions.keep(0, ())
-            self._holds_incidents = self._settings.sinks.wants_incidents()
         self._costs.begin()
 
     def begin_epoch(self, epoch: int) -> None:
         """The next step is the first of an epoch."""
         self._epochs.begin(epoch, start=self._steps + 1)
         self._actions.begin_epoch()
+        if self._steps:
+            return
+        # Only now: another callback may have brought weights and optimizer back when training began.
+        with self._guarded("capture"):
+            self._offset = steps_done(self._model)
+            self._looks = Looks(self._model, offset=self._offset)
+            self._actions.keep(0, ())
+            self._holds_incidents = self._settings.sinks.wants_incidents()
 
     def wants(self, step: int) -> Request:
         """What the coming step must provide."""
