@@ -48,8 +48,8 @@ class Costs:
         self._ended = self._ended or time.perf_counter()
 
     @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Add to the seconds of a part; a part inside another counts once."""
+    def timed(self, part: str, *, once: bool = False) -> Iterator[None]:
+        """Add to the seconds of a part; a part inside another counts once. What comes ``once`` is no running cost."""
         start, others = time.perf_counter(), sum(self.seconds.values())
         try:
             yield
@@ -57,7 +57,7 @@ class Costs:
             spent = time.perf_counter() - start - (sum(self.seconds.values()) - others)
             self.seconds[part] += spent
             # The first time includes tracing, whatever comes later.
-            self._once[part] = self._once[part] or spent
+            self._once[part] = self._once[part] + spent if once else self._once[part] or spent
 
     @property
     def training_seconds(self) -> float:

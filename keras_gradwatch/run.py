@@ -247,10 +247,10 @@ class Run:
     # -- what happens inside -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _guarded(self, part: str) -> Iterator[None]:
+    def _guarded(self, part: str, *, once: bool = False) -> Iterator[None]:
         """Time a part of the watcher; its failure is told once and never reaches training."""
         try:
-            with self._costs.timed(part if part in self._costs.seconds else "capture"):
+            with self._costs.timed(part if part in self._costs.seconds else "capture", once=once):
                 yield
         except Exception as error:  # noqa: BLE001  training must not break because of the watcher
             self._fail(part, error)
@@ -311,7 +311,7 @@ class Run:
             learning_rate=self._learning_rate(captured), check=self._check,
         )  # fmt: skip
         if is_harmful(record) and not self._ledger.holds("nonfinite"):
-            with self._guarded("checks"):
+            with self._guarded("checks", once=True):
                 return replace(record, culprits=self._diagnose(captured))
         return record
 
@@ -384,7 +384,7 @@ class Run:
         """Name the one sample that makes gradients explode, if one does."""
         if finding.finding != "exploding" or suspect is None or not suspect.weights or self._checker is None:
             return finding
-        with self._guarded("checks"):
+        with self._guarded("checks", once=True):
             if dominant := self._checker.dominant_sample(suspect.batch, suspect.weights):
                 row, share = dominant
                 words = f"at step {suspect.record.step} {row_words([row])} makes {share:.0%} of the gradient"
