@@ -81,28 +81,44 @@ class Blame:
         """Where the gradient of disconnected tensors stops, one per place."""
         culprits: dict[str, Culprit] = {}
         for i in indices:
+            info = self._subject.tensors[i]
             if not self._program.reached[i]:
-                continue
-            call, kind = self._program.cut(i)
-            if not kind:
-                continue
-            layer = self._path(call.operation) if call is not None else "loss"
-            name = type(call.operation).__name__ if call is not None else ""
-            part = self._subject.tensors[i].tensor
+                layer, name, detail = info.layer, info.layer_class, self._unused(i, "its weights")
+            else:
+                call, kind = self._program.cut(i)
+                if not kind:
+                    continue
+                layer = self._path(call.operation) if call is not None else "loss"
+                name = type(call.operation).__name__ if call is not None else ""
+                detail = _cut_words(kind)
             before = culprits.get(layer)
-            parts = (*before.parts, part) if before else (part,)
-            culprits[layer] = Culprit(layer=layer, layer_class=name, kind="cut", parts=parts, detail=_cut_words(kind))
+            parts = (*before.parts, info.tensor) if before else (info.tensor,)
+            culprits[layer] = Culprit(layer=layer, layer_class=name, kind="cut", parts=parts, detail=detail)
         return list(culprits.values())
 
     def cut_reason(self, index: int) -> str:
         """Why a tensor has no gradient, in words."""
         if not self._program.reached[index]:
-            return "the loss does not depend on it"
+            return self._unused(index, "it")
         call, kind = self._program.cut(index)
         if not kind:
             return "the loss depends on it, but its gradient is None"
         place = f" in layer {self._path(call.operation)}" if call is not None else ""
         return f"{_cut_words(kind)}{place}"
+
+    def _unused(self, index: int, what: str) -> str:
+        """Why the loss does not depend on a tensor, in words."""
+        info = self._subject.tensors[index]
+        if info.role == "input":
+            return f"the loss does not depend on {what}"
+        calls = [k for k, call in enumerate(self._program.calls) if self._path(call.operation) == info.layer]
+        if not calls:
+            why = f"layer {info.layer} is not called"
+        elif not any(self._program.uses(k) for k in calls):
+            why = f"what layer {info.layer} returns is unused"
+        else:
+            why = f"the call of layer {info.layer} reads none of them; what build made of them is a constant"
+        return f"the loss does not depend on {what}: {why}"
 
     def stop_place(self, index: int) -> str:
         """Layer of the stop_gradient a tensor passes, for messages; empty when it cannot be told."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from keras_gradwatch.blame import Blame
 from keras_gradwatch.check import CheckSettings, Line, Outcome, Part, Problem, blank_outcome, check_problem
 from keras_gradwatch.places import Place, locate
+from keras_gradwatch.precision import lost_words, mode_words
 from keras_gradwatch.probe import Subject
 from keras_gradwatch.records import CheckResult, Culprit, Float64Array, TensorCheck
 
@@ -112,6 +113,7 @@ class Answer:
         checks = [self._tensor(i, outcome, leaks[i], bool(connected[i]), bool(finite[i])) for i in range(len(leaks))]
         checks = self._declare(checks, usable)
         checks = self._round(checks) if self.question.rounding else checks
+        checks = self._modes(checks)
         culprits = self._culprits(checks)
         checks = _corroborated(checks, culprits)
         checks, culprits = self._surrogates(checks, culprits)
@@ -188,21 +190,30 @@ class Answer:
         found = []
         for i, check in enumerate(checks):
             check = replace(check, rounding_error=float(errors[i]))
-            if i in lossy:
-                if summary[i, 2] > 0:
-                    check = replace(
-                        check,
-                        verdict="imprecise",
-                        reason=f"overflow: {dtype} training gives NaN or Inf, float64 does not",
-                    )
-                elif distance[i] > _BEYOND_ROUNDING * inherent[i] and matters[i]:
-                    why = (
-                        "underflow: all of it is flushed to zero" if summary[i, 1] == 0 else "cancellation or underflow"
-                    )
-                    reason = f"{why} in {dtype}: {errors[i]:.1e} of its norm is lost"
-                    check = replace(check, verdict="imprecise", reason=reason)
+            beyond = summary[i, 2] > 0 or (distance[i] > _BEYOND_ROUNDING * inherent[i] and matters[i])
+            if i in lossy and beyond:
+                exact, low = (np.asarray(p.gradients[i], np.float64) for p in (self.point, lower))
+                check = replace(check, verdict="imprecise", reason=lost_words(exact, low / scale, dtype))
             found.append(check)
         return found
+
+    def _modes(self, checks: list[TensorCheck]) -> list[TensorCheck]:
+        """Say where XLA gives another gradient; looked at only where something is lost or not finite already."""
+        lost = [i for i, check in enumerate(checks) if check.verdict in ("nonfinite", "imprecise")]
+        if not lost or self.shadow.draws:
+            return checks
+        scale = _loss_scale(self.subject.root)
+        values = self.training.feed(self.values[0], [*self.values[1], np.asarray(scale, np.float32)])
+        compiled = self.training.compiled_summaries(*values)
+        if compiled is None:
+            return checks
+        plain = self.training.main.point(*values).summaries
+        jit = bool(getattr(self.subject.root, "jit_compile", False))
+        words = {i: mode_words(plain[i, 1:], compiled[i, 1:], jit) for i in lost}
+        return [
+            replace(check, reason="; ".join(filter(None, (check.reason, words.get(i, "")))))
+            for i, check in enumerate(checks)
+        ]
 
     def _inherent(self, dtype: str) -> Float64Array:
         """How far the float64 gradient itself moves when weights and inputs are rounded to the training dtype.

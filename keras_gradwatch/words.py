@@ -85,6 +85,8 @@ def culprit_words(culprit: Culprit) -> str:
         return f"{title}: {culprit.detail or 'the first value that is NaN or Inf comes from here'}"
     if culprit.kind == "cut":
         return f"{title}: {culprit.detail or 'lets no gradient through'}"
+    if math.isnan(culprit.error) and math.isnan(culprit.factor) and culprit.detail:
+        return f"{title}: {culprit.detail}"
     parts = " and ".join("its input" if part == "input" else part for part in culprit.parts)
     words = f"{title}: its backward {_backward_words(culprit.factor)}{f' w.r.t. {parts}' if parts else ''}"
     if not math.isnan(culprit.error):

@@ -392,6 +392,64 @@ def test_a_backward_pass_that_makes_nan_is_named() -> None:
     assert set(report.frame[report.frame.layer == "after"].check) == {"ok", "zero"}  # its kernel is fed zeros
 
 
+@only("tensorflow", reason="XLA is a choice there")
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_eager_against_xla_is_told(jit_compile: bool) -> None:
+    """The gradient of sqrt(relu(x)) is NaN in graph mode and finite under XLA: the reason says so, and what trains."""
+    root = layers.Lambda(lambda x: ops.sqrt(ops.relu(x)), name="root")
+    model = stack((5,), layers.Dense(6), root, layers.Dense(1), jit_compile=jit_compile)
+    report = check_gradients(model, normal(8, 5), normal(8, 1, seed=1))
+    assert report.verdict == "nonfinite"
+    words = f"NaN or Inf without jit_compile.*with it; this model trains {'with' if jit_compile else 'without'}$"
+    assert report.frame.reason.str.contains(words).sum() == 3  # what lies before the root
+    assert report.result.culprits[0].layer == "root"
+
+
+def test_overflow_and_cancellation_have_their_figures() -> None:
+    """A float16 gradient beyond 65,504 overflows; a float32 difference of equal terms cancels."""
+    model = stack((5,), layers.Dense(1, dtype="float16"), loss=lambda y, p: 1e6 * ops.mean(p - y))
+    report = check_gradients(model, normal(8, 5), normal(8, 1))
+    assert report.frame.reason.str.contains("overflow: .* entries are NaN or Inf in float16 training").any()
+    square = planted(lambda x: x * x, lambda upstream, x: [2 * upstream * ((x + 1e6) - 1e6)])
+    lossy = layers.Lambda(square, output_shape=(4,))
+    report = check_gradients(stack((5,), layers.Dense(4), lossy, layers.Dense(1)), normal(8, 5), normal(8, 1))
+    assert report.verdict == "imprecise"
+    assert report.frame.reason.str.contains(r"cancellation in float32: \d\.\de-0\d of its norm is lost, no entry").any()
+
+
+def test_unused_weights_name_the_layer_and_why() -> None:
+    """A weight that the loss does not reach has a culprit: its layer, not called, unused, or reading a constant."""
+
+    class Frozen(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.w = self.add_weight(name="w", shape=(shape[-1], 2))
+            self.kernel = array(self.w)
+
+        def call(self, x: Any) -> Any:
+            return ops.matmul(x, ops.cast(self.kernel, x.dtype))
+
+        def compute_output_shape(self, shape: Any) -> Any:
+            return (shape[0], 2)
+
+    class Pooled(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__(name="pooled")
+            self.spare = layers.Dense(2, name="spare")
+
+        def call(self, x: Any) -> Any:
+            self.spare(x)
+            return x * 1
+
+    for layer, place, why in (
+        (Frozen(name="frozen"), "frozen", "reads none of them"),
+        (Pooled(), "spare", "is unused"),
+    ):
+        report = check_gradients(stack((5,), layer, layers.Dense(1)), normal(8, 5), normal(8, 1))
+        (culprit,) = report.result.culprits
+        assert (culprit.kind, culprit.layer.split("/")[-1]) == ("cut", place)
+        assert why in culprit.detail
+
+
 def test_float16_underflow_is_imprecise() -> None:
     """A loss × 1e-9 in pure float16 has a right formula and a gradient flushed to zero."""
     report = check_gradients(*mlp("tanh", lambda y, p: 1e-9 * ops.mean(ops.square(y - p)), dtype="float16"))

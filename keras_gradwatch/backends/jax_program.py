@@ -303,6 +303,14 @@ class Program:
 
         return evaluate(self._program, values, cut, wanted)[1:]
 
+    def compiled_summaries(self, moving: Sequence[Any], fixed: Sequence[Any]) -> Float64Array | None:
+        """None: every step is compiled by XLA, there are no two modes to compare."""
+        return None
+
+    def uses(self, k: int) -> bool:
+        """Does the loss depend on what a call returns?"""
+        return self._matters(self.calls[k])
+
     def _matters(self, call: LayerCall) -> bool:
         return any(v is not None and v in self._upstream for v in call.results)
 

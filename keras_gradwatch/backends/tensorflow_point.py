@@ -37,18 +37,18 @@ class Traced:
         self.connected = tuple(g is not None for g in gradients)
         self.sizes = [int(t.shape.num_elements()) for t in moving]
         self._wrapped = wrapped
-        self._full = full
+        self.full = full
         if full is None:
             with wrapped.graph.as_default():
                 wanted = fetches(loss, moving, gradients, stops, draws)
-            self._full = pruned(wrapped, [*self.moving, *self.fixed], wanted)
+            self.full = pruned(wrapped, [*self.moving, *self.fixed], wanted)
         self._forwards: dict[bool, Any] = {}
         # Compiled on first use, once: only the number of points along lines varies.
         self._compiled: dict[tuple[str, bool], Any] = {}
 
     def point(self, moving: Sequence[Any], fixed: Sequence[Any]) -> Point:
         """Loss and gradients at a point, kept on the device."""
-        loss, slopes, summaries, *frozen = self._full(*moving, *fixed)
+        loss, slopes, summaries, *frozen = self.full(*moving, *fixed)
         return Point(self, list(moving), list(fixed), float(loss), slopes, np.asarray(summaries), frozen)
 
     def forward(self, naive: bool) -> Any:

@@ -280,6 +280,18 @@ class Program:
         found = [bool(v) for v in self.values(flags, moving, fixed)]
         return [(k, tuple(found[4 * n : 4 * n + 4])) for n, k in enumerate(indices)]  # type: ignore[misc]
 
+    def compiled_summaries(self, moving: Sequence[Any], fixed: Sequence[Any]) -> Float64Array | None:
+        """What ``Point.summaries`` holds, with XLA compiling the step; None where it cannot."""
+        run = tf.function(lambda *values: self.main.full(*values)[2], jit_compile=True, autograph=False)
+        try:
+            return np.asarray(run.get_concrete_function(*moving, *fixed)(*moving, *fixed), np.float64)
+        except (tf.errors.OpError, ValueError, TypeError, NotImplementedError):
+            return None
+
+    def uses(self, k: int) -> bool:
+        """Does the loss depend on what a call returns?"""
+        return self._matters(self.calls[k])
+
     def _matters(self, call: LayerCall) -> bool:
         return any(t.op.name in self._upstream for t in call.results)
 

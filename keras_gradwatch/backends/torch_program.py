@@ -292,6 +292,14 @@ class Program:
     def _indices(self) -> list[int]:
         return [OUTSIDE, *(k for k in range(len(self.calls)) if self._matters(k))]
 
+    def compiled_summaries(self, moving: Sequence[Any], fixed: Sequence[Any]) -> Float64Array | None:
+        """None: there is no XLA, there are no two modes to compare."""
+        return None
+
+    def uses(self, k: int) -> bool:
+        """Does the loss depend on what a call returns?"""
+        return self._matters(k)
+
     def _matters(self, k: int) -> bool:
         return any(self._crossings[number].needed for number in self.calls[k].outputs)
 
