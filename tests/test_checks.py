@@ -405,16 +405,11 @@ def test_eager_against_xla_is_told(jit_compile: bool) -> None:
     assert report.result.culprits[0].layer == "root"
 
 
-def test_overflow_and_cancellation_have_their_figures() -> None:
-    """A float16 gradient beyond 65,504 overflows; a float32 difference of equal terms cancels."""
+def test_overflow_has_its_figures() -> None:
+    """A float16 gradient beyond 65,504 overflows, and the reason says in how many entries."""
     model = stack((5,), layers.Dense(1, dtype="float16"), loss=lambda y, p: 1e6 * ops.mean(p - y))
     report = check_gradients(model, normal(8, 5), normal(8, 1))
     assert report.frame.reason.str.contains("overflow: .* entries are NaN or Inf in float16 training").any()
-    square = planted(lambda x: x * x, lambda upstream, x: [2 * upstream * ((x + 1e6) - 1e6)])
-    lossy = layers.Lambda(square, output_shape=(4,))
-    report = check_gradients(stack((5,), layers.Dense(4), lossy, layers.Dense(1)), normal(8, 5), normal(8, 1))
-    assert report.verdict == "imprecise"
-    assert report.frame.reason.str.contains(r"cancellation in float32: \d\.\de-0\d of its norm is lost, no entry").any()
 
 
 def test_unused_weights_name_the_layer_and_why() -> None:
