@@ -119,9 +119,10 @@ class Traced:
         def along(*values: Any) -> Any:
             moving, others = values[:count], values[count:-3]
             random, aligned, coefficients = values[-3:]
+            owners = _owners(self.sizes)
 
             def one(rows: Any) -> Any:
-                move = tf.repeat(rows[0], self.sizes) * random + tf.repeat(rows[1], self.sizes) * aligned
+                move = tf.gather(rows[0], owners) * random + tf.gather(rows[1], owners) * aligned
                 moved = [value + tf.cast(m, value.dtype) for value, m in zip(moving, self.split(move), strict=True)]
                 return tf.cast(forward(*moved, *others), tf.float64)
 
@@ -131,7 +132,9 @@ class Traced:
 
     def _moved(self, *values: Any) -> Any:
         *moving, sizes, seed = values
-        jitter = tf.repeat(sizes, self.sizes) * tf.random.stateless_normal([sum(self.sizes)], seed, dtype=tf.float64)
+        jitter = tf.gather(sizes, _owners(self.sizes)) * tf.random.stateless_normal(
+            [sum(self.sizes)], seed, dtype=tf.float64
+        )
         return [value + tf.cast(m, value.dtype) for value, m in zip(moving, self.split(jitter), strict=True)]
 
     def _distances(self, slopes: Any, other: Any, scale: Any) -> Any:
@@ -221,6 +224,14 @@ def _summaries(values: Any, slopes: Any, sizes: Sequence[int]) -> Any:
     roots = tf.sqrt(tf.stack(squares) / np.maximum(sizes, 1))
     norms = tf.stack([tf.norm(part) for part in tf.split(slopes, sizes)])
     return tf.stack([roots, norms, tf.stack([tf.reduce_sum(part) for part in tf.split(bad, sizes)])], axis=1)
+
+
+def _owners(sizes: Sequence[int]) -> Any:
+    """Per entry of a flat vector the index of its tensor. ``tf.repeat`` takes room for all tensors × the largest."""
+    starts = np.cumsum(sizes)[:-1]
+    starts = starts[starts < sum(sizes)].reshape(-1, 1)  # an empty tensor at the end begins nowhere
+    steps = tf.scatter_nd(tf.constant(starts, tf.int64), tf.ones(len(starts), tf.int32), [sum(sizes)])
+    return tf.cumsum(steps)
 
 
 def _seed(seed: int) -> list[int]:
