@@ -32,6 +32,7 @@ class Function:
     """``f`` traced once at its arguments.
 
     Attributes:
+        rows: real numbers in its result.
         wide: numeric differences are taken in float64.
         sizes: number of elements per argument.
         used: per argument, whether the result depends on it.
@@ -47,13 +48,14 @@ class Function:
         self.sizes = [value.size for value in self._arguments]
         self.used = list(partial_eval.dce_jaxpr(self._program.jaxpr, [True])[1])
         self._result = self._program.jaxpr.outvars[0].aval
+        self.rows = _reals(self._result)
         wide = self._widened()
         self.wide = wide is not None or all(value.dtype in _WIDER.values() for value in self._arguments)
         self._forward = wide or self._program
 
     def analytic(self) -> list[npt.NDArray[Any]]:
         """Jacobians ``[y.size, x.size]`` by backpropagation; zero where the gradient is None."""
-        rows, real = _reals(self._result), np.dtype(self._result.dtype).type(0).real.dtype
+        rows, real = self.rows, np.dtype(self._result.dtype).type(0).real.dtype
 
         def row(cotangent: Any) -> list[Any]:
             parts = [_flat(a) for a in self._arguments]
@@ -69,8 +71,16 @@ class Function:
 
     def numeric(self, index: int, steps: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Jacobian ``[y.size, x.size]`` of one argument by central differences with a step per real entry."""
-        if not len(steps):
-            return np.zeros((_reals(self._result), 0))
+        plus, minus, width, _ = self._moved(index, steps)
+        return np.ascontiguousarray((plus - minus) / width)
+
+    def sides(self, index: int, steps: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], ...]:
+        """Left and right slopes ``[y.size, x.size]`` of one argument, and the results ``[y.size]`` at its base."""
+        plus, minus, width, base = self._moved(index, steps)
+        return 2 * (base[:, None] - minus) / width, 2 * (plus - base[:, None]) / width, base
+
+    def _moved(self, index: int, steps: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], ...]:
+        """Results ``[y.size, x.size]`` on both sides of each entry, distances between them, results at the base."""
         with in_float64(self.wide):
             points = [a.astype(_WIDER.get(a.dtype, a.dtype)) if self.wide else a for a in self._arguments]
             base = _flat(points[index])
@@ -86,13 +96,16 @@ class Function:
 
             chunk = max(1, min(256, len(steps), _CHUNK_ELEMENTS // max(len(steps), 1)))
             evaluated = jax.jit(jax.vmap(moved))
-            columns = []
+            found = []
             for start in range(0, len(steps), chunk):
                 # The last chunk is filled up, so that one compilation serves all.
                 entries = np.minimum(np.arange(start, start + chunk), len(steps) - 1)
-                plus, minus, width = (np.asarray(part, np.float64) for part in evaluated(entries))
-                columns.append(((plus - minus) / width[:, None])[: len(steps) - start])
-        return np.ascontiguousarray(np.concatenate(columns).T)
+                found.append([np.asarray(part, np.float64)[: len(steps) - start] for part in evaluated(entries)])
+            here = np.asarray(jax.jit(at)(base), np.float64)
+        if not found:
+            return np.zeros((self.rows, 0)), np.zeros((self.rows, 0)), np.zeros(0), here
+        plus, minus, width = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return plus.T, minus.T, width, here
 
     def entries(self, index: int) -> npt.NDArray[np.float64]:
         """The real entries of an argument, flat."""
@@ -122,6 +135,16 @@ class Function:
             return None
         loses = any(falls(equation) for equation in wide.jaxpr.eqns)
         return None if loses or wide.jaxpr.outvars[0].aval.dtype not in _WIDER.values() else wide
+
+
+def gradient_of(scalar: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that gives the gradient of a scalar function by all its arguments, as one flat vector."""
+
+    def gradient(*values: Any) -> Any:
+        found = jax.grad(scalar, argnums=tuple(range(len(values))))(*values)
+        return jnp.concatenate([part.reshape(-1) for part in found])
+
+    return gradient
 
 
 def _cast(value: Any) -> Any:

@@ -221,6 +221,10 @@ class Line:
         """
         return self._point.traced.losses(self._point, self._directions, coefficients, naive)
 
+    def entry(self, j: int, index: int) -> float:
+        """The random direction's value at one flat entry of tensor ``j``."""
+        return float(self._directions[0][sum(self._point.traced.sizes[:j]) + index])
+
 
 def compiled(function: Callable[..., Any], *, fast: bool) -> Any:
     """A function for ``jax.jit``; what runs seldom on a processor is compiled in two thirds of the time."""
