@@ -68,7 +68,7 @@ def dominant_row(norm_of: Callable[[Int64Array], float], count: int) -> tuple[in
     if count < 2 or not 0 < whole < math.inf:
         return None
     own, rest = _sum_of(norm_of, rows) / whole, _sum_of(norm_of, others) / whole
-    return (int(rows[0]), min(own, 1.0)) if own > DOMINANT > rest else None
+    return (int(rows[0]), float(min(own, 1.0))) if own > DOMINANT > rest else None
 
 
 def row_words(rows: Sequence[int]) -> str:

@@ -16,6 +16,11 @@ def only(*backends: str, reason: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(BACKEND not in backends, reason=f"{' and '.join(backends)} only: {reason}")
 
 
+def ours(caught: Any) -> list[Any]:
+    """The warnings of ours among those caught: NumPy deprecates what PyTorch tensors do, and says so many times."""
+    return [warning for warning in caught if warning.category is RuntimeWarning]
+
+
 def array(value: Any) -> np.ndarray:
     """A variable or tensor as a NumPy array of its own."""
     return np.array(ops.convert_to_numpy(value))

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from per_backend import planted
+from per_backend import ours, planted
 
 from keras_gradwatch import GradientCheckError, GradientError, GradWatch, NonFiniteGradientError
 from keras_gradwatch.records import Finding
@@ -327,7 +327,7 @@ def test_a_raising_sink_warns_once_and_training_goes_on() -> None:
     watch = GradWatch(sinks=[alert], verbose=0)
     with pytest.warns(RuntimeWarning, match="alert raised OSError") as caught:
         history = fit(network(), watch, y=broken(Y, 13), epochs=2)
-    assert len(caught) == 1
+    assert len(ours(caught)) == 1
     np.testing.assert_array_equal(history["loss"], expected["loss"])
     assert watch.history.step.max() == 6
     assert "nonfinite" in set(watch.findings.finding)
