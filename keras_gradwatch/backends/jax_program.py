@@ -34,7 +34,8 @@ from keras_gradwatch.backends.jax_graph import (
     recording,
     upstream,
 )
-from keras_gradwatch.backends.jax_point import Line, Point, Traced, compiled
+from keras_gradwatch.backends.jax_point import Traced, compiled
+from keras_gradwatch.backends.points import Line, Point
 from keras_gradwatch.records import Float64Array
 
 __all__ = ["LayerCall", "Line", "Parts", "Point", "Program", "Traced", "in_float32", "location_of"]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_gradwatch.backends.points import Line, Point
 from keras_gradwatch.backends.tensorflow_graph import (
     LayerCall,
     called_flat,
@@ -33,7 +34,7 @@ from keras_gradwatch.backends.tensorflow_graph import (
     to_tensor,
     upstream,
 )
-from keras_gradwatch.backends.tensorflow_point import Line, Point, Traced, fetches
+from keras_gradwatch.backends.tensorflow_point import Traced, fetches
 from keras_gradwatch.records import Float64Array
 
 __all__ = ["LayerCall", "Line", "Parts", "Point", "Program", "Traced", "in_float32", "location_of"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from keras_gradwatch.backends.points import Point
 from keras_gradwatch.backends.torch_graph import Held, Place
 from keras_gradwatch.records import Float64Array
 
@@ -133,64 +133,6 @@ class Traced:
         table: Float64Array = torch.stack([torch.stack(column) for column in (*norms, bad)], dim=1).cpu().numpy()
         table[:, 0] /= np.sqrt(np.maximum(self.sizes, 1))
         return table
-
-
-@dataclass(frozen=True)
-class Point:
-    """Loss and gradients of a scalar at one point, on the device.
-
-    Attributes:
-        slopes: all gradients as one flat float64 vector, zero where a gradient is None.
-        summaries: shape ``[T, 3]``: rms of the value; norm and non-finite count of the gradient.
-        frozen: base values of what autograd treats as constants.
-    """
-
-    traced: Traced
-    moving: list[Any]
-    fixed: list[Any]
-    loss: float
-    slopes: Any
-    summaries: Float64Array
-    frozen: list[Any]
-
-    @property
-    def gradients(self) -> list[Any]:
-        """One gradient per moving tensor, float64; None where the loss does not reach it."""
-        parts = self.traced.split(self.slopes)
-        return [part if known else None for part, known in zip(parts, self.traced.connected, strict=True)]
-
-    def difference(self, other: Point, scale: float = 1.0) -> Float64Array:
-        """Per tensor ‖other/scale − self‖, float64; NaN where a gradient is None."""
-        distances = self.traced.distances(self.slopes, other.slopes, scale) if self.moving else np.zeros(0)
-        return np.where(self.traced.connected, distances, np.nan)
-
-    def line(self, seed: int, part: tuple[int, int, int] | None = None) -> Line:
-        """Directions through this point: per tensor one random (entries of size 1) and one along the gradient."""
-        return Line(self, seed, part)
-
-    def moved(self, sizes: Float64Array, seed: int) -> Point:
-        """The same scalar at a point where every tensor is jittered by ``sizes`` (rms per tensor)."""
-        return self.traced.point(self.traced.moved(self.moving, sizes, seed), self.fixed)
-
-
-class Line:
-    """A point with directions through it: the loss as a function of two coefficients per tensor."""
-
-    def __init__(self, point: Point, seed: int, part: tuple[int, int, int] | None) -> None:
-        self._point = point
-        random, aligned, self.slopes = point.traced.directions(point.slopes, seed, part)
-        self._directions = random, aligned
-
-    def losses(self, coefficients: Float64Array, *, naive: bool = False) -> Float64Array:
-        """Losses at ``base + c[0] · random + c[1] · aligned``; ``coefficients`` has shape ``[K, 2, T]``.
-
-        With ``naive`` the values of ``stop_gradient`` move too.
-        """
-        return self._point.traced.losses(self._point, self._directions, coefficients, naive)
-
-    def entry(self, j: int, index: int) -> float:
-        """The random direction's value at one flat entry of tensor ``j``."""
-        return float(self._directions[0][sum(self._point.traced.sizes[:j]) + index])
 
 
 def gradients_of(loss: Any, tensors: Sequence[Any]) -> list[Any]:

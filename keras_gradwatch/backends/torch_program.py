@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from keras_gradwatch.backends.points import Line, Point
 from keras_gradwatch.backends.torch_graph import Graph, LayerCall, Tape, recording, to_tensor, undisturbed
-from keras_gradwatch.backends.torch_point import Line, Point, Traced, gradients_of, running
+from keras_gradwatch.backends.torch_point import Traced, gradients_of, running
 from keras_gradwatch.records import Float64Array
 
 __all__ = ["LayerCall", "Line", "Parts", "Point", "Program", "Traced", "in_float32", "location_of"]
