@@ -28,6 +28,9 @@ from keras_gradwatch.words import MARKS, MEANINGS, folded, number, plain
 #: Findings whose layer is the cause, while their tensors are what it spoils.
 LAYER_IS_CAUSE = ("mismatch", "nonfinite", "disconnected")
 
+#: Findings about the loss alone, which mark every weight.
+ON_THE_LOSS = ("oscillating", "stalled")
+
 _TOLD_WITHOUT = "the file does not hold the finding's message; write it with write_history(watch.history, path)"
 
 
@@ -181,14 +184,16 @@ def account_of(frame: pd.DataFrame) -> Account:
         ? no gradient check was made: nothing here says whether the gradients are right
     """
     attributes = {str(name): value for name, value in frame.attrs.items()}
-    told, cost = attributes.pop("findings", None), _numbers(attributes.pop("cost", {}))
+    findings = findings_of(attributes) if "findings" in attributes else _findings_in_rows(frame)
+    attributes.pop("findings", None)
+    cost = _numbers(attributes.pop("cost", {}))
     tensors = _tensors(frame, _strings(attributes.pop("layer_classes", {})))
     check_steps, checks = _checks(frame, tensors, _strings(attributes.pop("reasons", {})))
     steps = attributes.pop("steps", 0)
     return Account(
         steps=max(int(frame["step"].max()) if len(frame) else 0, steps if isinstance(steps, int) else 0),
         tensors=tensors,
-        findings=_findings_in_rows(frame) if told is None else tuple(_finding(entry) for entry in _listed(told)),
+        findings=findings,
         check_steps=check_steps,
         checks=checks,
         cost=cost,
@@ -253,12 +258,22 @@ def _findings_in_rows(frame: pd.DataFrame) -> tuple[Finding, ...]:
         rows = frame[["step", "layer", "tensor"]][marked]
         found.append(
             Finding(
-                finding=name, layer=str(rows["layer"].iloc[0]), first_step=int(rows["step"].min()),
-                last_step=int(rows["step"].max()), severity="error" if name in ERROR_FINDINGS else "warning",
+                finding=name, layer="loss" if name in ON_THE_LOSS else str(rows["layer"].iloc[0]),
+                first_step=int(rows["step"].min()), last_step=int(rows["step"].max()),
+                severity="error" if name in ERROR_FINDINGS else "warning",
                 message=_TOLD_WITHOUT, tensors=tuple(str(tensor) for tensor in rows["tensor"].unique()),
             )
         )  # fmt: skip
     return tuple(found)
+
+
+def findings_of(attributes: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """The findings that ``frame.attrs`` holds, as records again.
+
+    Raises:
+        ValueError: they have an unknown form.
+    """
+    return tuple(_finding(entry) for entry in _listed(attributes.get("findings", ())))
 
 
 def _finding(entry: object) -> Finding:

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from keras_gradwatch.marks import PSEUDO_LAYERS
 from keras_gradwatch.records import CheckResult, Culprit, Finding, TensorInfo, Window
 from keras_gradwatch.signals import BoolArray, connected, layers_of, listed
 from keras_gradwatch.words import culprit_words
-
-#: Culprits that are not layers.
-PSEUDO_LAYERS = ("data", "labels", "loss", "sample_weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,10 @@ from typing import Any, Literal, TextIO, cast
 import pandas as pd
 
 from keras_gradwatch._optional import require
+from keras_gradwatch.account import findings_of
 from keras_gradwatch.csv_log import account_line, sections
-from keras_gradwatch.journal import joined, journal_of, marked, pieces
+from keras_gradwatch.journal import joined, journal_of, pieces
+from keras_gradwatch.marks import with_findings
 from keras_gradwatch.records import VERDICTS
 from keras_gradwatch.schema import PANDAS_VERSION, ROLES, SCHEMA, categorical
 
@@ -146,7 +148,8 @@ def _completed(parts: Sequence[pd.DataFrame], attributes: dict[str, Any]) -> pd.
     empty = {
         column.name: pd.Series([], dtype="str" if column.dtype == "category" else column.dtype) for column in SCHEMA
     }
-    frame = marked(joined(parts) if any(map(len, parts)) else pd.DataFrame(empty), attributes.get("findings", ()))
+    frame = joined(parts) if any(map(len, parts)) else pd.DataFrame(empty)
+    frame = with_findings(frame, findings_of(attributes))
     frame.attrs.update(attributes)
     return frame
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from keras_gradwatch.files import read_history, write_history
+from keras_gradwatch.marks import finding_column
 from keras_gradwatch.records import (
-    FINDINGS,
     STATISTICS,
     VERDICTS,
     CheckResult,
@@ -41,6 +41,11 @@ BoolArray = npt.NDArray[np.bool_]
 
 _CHECK_NUMBERS = ("check_error", "check_bar", "rounding_error")
 _FIRST_CAPACITY = 64
+
+#: Steps before and after an event that are never thinned out, and events that are remembered. Our choice: more than the
+#: report shows, and so few that they do not count.
+_BEFORE_EVENT, _AFTER_EVENT = 50, 10
+_MOST_EVENTS = 16
 
 
 # A structured array grows as one block: one record per step or check, every field in its own strided view.
@@ -81,7 +86,8 @@ class History:
     When ``max_rows`` is passed, the older half of the steps that hold neither a check nor a non-finite value loses
     every second one. This comes again as the run goes on, so that old times grow coarse and recent ones stay complete.
     Should it free less than an eighth of the steps, because nearly all of them are checked or non-finite, the older
-    half of *all* steps loses every second one. The first step always stays. ``attrs["thinned"]`` counts those dropped.
+    half of *all* steps loses every second one. The first step always stays, and so do the 50 sampled steps before the
+    begin of a finding, and ten after it, for the first 16 of them. ``attrs["thinned"]`` counts the steps dropped.
 
     Args:
         tensors: weights and inputs of the model, each in network order; in the frame inputs come first.
@@ -112,6 +118,7 @@ class History:
         self._attributes = _json_copy(attributes)
         self._max_rows = max_rows
         self._thinned = 0
+        self._events: list[int] = []
         self._findings: tuple[Finding, ...] = ()
         self._frame: pd.DataFrame | None = None
         self._described = _tensor_columns(self._tensors)
@@ -170,6 +177,11 @@ class History:
         self._findings = tuple(findings)
         self._frame = None
 
+    def keep_around(self, step: int) -> None:
+        """Something began at this step: how it came to that must not be thinned out."""
+        if step not in self._events and len(self._events) < _MOST_EVENTS:
+            self._events.append(step)
+
     def to_frame(self) -> pd.DataFrame:
         """All rows as a frame with the columns of :data:`SCHEMA`; yours to change.
 
@@ -214,7 +226,11 @@ class History:
         # A NaN loss may only mean "not observed"; when it was real, the gradients are not finite either.
         infinite = np.isinf(steps["loss"])
         infinite |= (steps["statistics"][:, :, STATISTICS.index("nonfinite_count")] > 0).any(axis=1)
-        chosen = _without_every_second(~infinite & (steps["check"] < 0))
+        ordinary = ~infinite & (steps["check"] < 0)
+        for event in self._events:
+            place = int(np.searchsorted(steps["step"], event))
+            ordinary[max(0, place - _BEFORE_EVENT) : place + _AFTER_EVENT + 1] = False
+        chosen = _without_every_second(ordinary)
         if np.count_nonzero(~chosen) < len(steps) / 8:
             chosen = _without_every_second(np.ones(len(steps), np.bool_))
         self._thinned += int(np.count_nonzero(~chosen))
@@ -233,7 +249,7 @@ class History:
         columns |= {name: values.take(tensor) for name, values in self._described.items()}
         columns |= _statistic_columns(steps["statistics"], self._is_weight[tensor])
         columns |= _check_columns(self._checks.records(), steps["check"][step], tensor)
-        columns["findings"] = _finding_column(self._findings, steps["step"], self._tensors, present)
+        columns["findings"] = finding_column(self._findings, columns["step"], tensor, self._tensors)
         index = pd.RangeIndex(len(self) - len(step), len(self))
         frame = pd.DataFrame({column.name: columns[column.name] for column in SCHEMA}, index=index, copy=False)
         frame.attrs.update({"schema_version": SCHEMA_VERSION} | self._attributes | {"thinned": self._thinned})
@@ -318,31 +334,3 @@ def _check_columns(checks: npt.NDArray[np.void], check: Int64Array, tensor: npt.
     columns: dict[str, Any] = dict(zip(_CHECK_NUMBERS, numbers, strict=True))
     columns["check"] = pd.Categorical.from_codes(verdict, dtype=categorical(VERDICTS))
     return columns
-
-
-def _finding_column(
-    findings: Sequence[Finding], steps: Int64Array, tensors: Sequence[TensorInfo], present: BoolArray
-) -> Any:
-    """The names of the findings that hold for each present (step, tensor), comma-joined."""
-    names = dict.fromkeys(finding.finding for finding in findings)
-    labels = [""]
-    codes = np.zeros(present.shape, np.int64)  # index into labels
-    for name in sorted(names, key=lambda name: FINDINGS.index(name) if name in FINDINGS else len(FINDINGS)):
-        active = _active([finding for finding in findings if finding.finding == name], steps, tensors)
-        # Each combination of names met so far is followed by one that has this name as well.
-        before = np.unique(codes[active])
-        followed_by = np.zeros(len(labels), np.int64)
-        followed_by[before] = len(labels) + np.arange(len(before))
-        codes[active] = followed_by[codes[active]]
-        labels += [f"{labels[code]},{name}" if labels[code] else name for code in before]
-    return pd.array(labels, dtype="str").take(codes[present])
-
-
-def _active(findings: Sequence[Finding], steps: Int64Array, tensors: Sequence[TensorInfo]) -> BoolArray:
-    """Where any of the findings holds, shape ``[steps, tensors]``."""
-    active = np.zeros((len(steps), len(tensors)), np.bool_)
-    for finding in findings:
-        span = (finding.first_step <= steps) & (steps <= finding.last_step)
-        marked = np.array([tensor.tensor in finding.tensors for tensor in tensors], np.bool_)
-        active[np.ix_(span, marked)] = True
-    return active

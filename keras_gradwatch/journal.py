@@ -18,7 +18,8 @@ import numpy as np
 import pandas as pd
 
 from keras_gradwatch._optional import require
-from keras_gradwatch.records import FINDINGS
+from keras_gradwatch.account import findings_of
+from keras_gradwatch.marks import with_findings
 
 _MAGIC = b"keras_gradwatch journal 1\n"
 _HEAD = struct.Struct("<cQI")
@@ -186,7 +187,7 @@ def finish(path: str | os.PathLike[str], account: Mapping[str, Any]) -> None:
     writer = None
     try:
         for group in _grouped(frame for frame in kept if len(frame)):
-            table = pa.Table.from_pandas(marked(group, account.get("findings", ())), preserve_index=False)
+            table = pa.Table.from_pandas(with_findings(group, findings_of(account)), preserve_index=False)
             if writer is None:
                 attrs = {b"PANDAS_ATTRS": json.dumps(dict(account)).encode()}
                 schema = table.schema.with_metadata({**(table.schema.metadata or {}), **attrs})
@@ -211,23 +212,3 @@ def _grouped(frames: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
             waiting = []
     if waiting:
         yield pd.concat(waiting, ignore_index=True)
-
-
-def marked(frame: pd.DataFrame, findings: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """The frame with its ``findings`` column as the findings of its account have it."""
-    step, tensor = frame["step"].to_numpy(), frame["tensor"].astype("str")
-    names = np.full(len(frame), "", dtype=object)
-    known = list(findings)
-    order = sorted(dict.fromkeys(f["finding"] for f in known), key=_place)
-    for name in order:
-        active = np.zeros(len(frame), np.bool_)
-        for finding in known:
-            if finding["finding"] == name:
-                span = (finding["first_step"] <= step) & (step <= finding["last_step"])
-                active |= span & tensor.isin(list(finding.get("tensors", ()))).to_numpy()
-        names[active] = [f"{before},{name}" if before else name for before in names[active]]
-    return frame.assign(findings=pd.array(names, dtype="str"))
-
-
-def _place(name: str) -> int:
-    return FINDINGS.index(name) if name in FINDINGS else len(FINDINGS)

@@ -358,6 +358,8 @@ class Run:
                 window = self._window(ended=ended)
                 found = [finding for rule in self._settings.rules for finding in rule(window)]
                 new = self._ledger.update(found, self._offset + self._steps)
+                for finding in new:
+                    self._history.keep_around(finding.first_step)
                 suspects = self._suspects.take()
                 new = tuple(self._with_sample(finding, suspects.largest) for finding in new)
                 for finding in new if self._holds_incidents else ():

@@ -305,6 +305,19 @@ def test_thinning_goes_on_and_keeps_checks_and_non_finite_steps() -> None:
     assert_rows(frame, slow_rows([records[step] for step in steps], []))
 
 
+def test_thinning_keeps_what_led_to_an_event() -> None:
+    """The sampled steps before and just after the begin of a finding stay, however long the run goes on."""
+    history = History(NETWORK, {}, max_rows=3 * 400)
+    for step in range(1, 5001):
+        history.append(record(step))
+        if step == 300:
+            history.keep_around(290)
+    assert len(history) <= 3 * 400
+    steps = set(history.to_frame()["step"])
+    assert steps >= set(range(240, 301))
+    assert not steps >= set(range(180, 240))
+
+
 def test_thinning_is_bounded_when_every_step_is_checked() -> None:
     """When there are no ordinary steps to drop, checked ones go, and those left keep their own verdicts and numbers."""
     checks = [check(verdict=VERDICTS[step % len(VERDICTS)]) for step in range(1, 301)]
